@@ -115,7 +115,7 @@ _UNWEIGHED = ('`{loss}` ({place}) divides by {what}, {least:.3g} to {most:.3g} f
 
 def unweighed_losses(seen):
     "Means over weights of targets, which the history weighs by rows"
-    who = next((cb for cb in recorders_of(seen) if cb.weigh is None), None)
+    who = next((cb for cb in metrics_cbs(seen) if cb.weigh is None), None)
     for means in _means_of_passes(seen).values() if who is not None else ():
         shares,first = [o.divisor/o.rows for o in means],means[0]
         weighs,leaves_out = (any(getattr(o, name) for o in means) for name in ('weighs', 'leaves_out'))
