@@ -19,17 +19,21 @@ def reduction_of(
     loss_func, # A module, a function, or a `partial` of one
 ): # 'mean', 'sum' or another; None if it has no such setting
     "The `reduction` that a loss says it has"
+    return _setting_of(loss_func, 'reduction')
+
+def _setting_of(loss_func, name):
+    "What a loss has been given under a name, or else has as a default; None if it knows no such setting"
     if isinstance(loss_func, partial):
-        return loss_func.keywords.get('reduction') or reduction_of(loss_func.func)
-    own = getattr(loss_func, 'reduction', None)
+        return loss_func.keywords[name] if name in loss_func.keywords else _setting_of(loss_func.func, name)
+    own = getattr(loss_func, name, None)
     if own is not None: return own
-    if isinstance(loss_func, FunctionType): return _usual_reduction(loss_func)
-    return _usual_reduction.__wrapped__(loss_func)
+    if isinstance(loss_func, FunctionType): return _usual_setting(loss_func, name)
+    return _usual_setting.__wrapped__(loss_func, name)
 
 @lru_cache(maxsize=64)
-def _usual_reduction(loss_func):
-    "What the argument `reduction` of a function is if it is not given"
-    try: found = inspect.signature(loss_func).parameters.get('reduction')
+def _usual_setting(loss_func, name):
+    "What an argument of a function is if it is not given"
+    try: found = inspect.signature(loss_func).parameters.get(name)
     except (TypeError, ValueError): return None
     return found and found.default
 
@@ -50,11 +54,19 @@ def unreduced_loss(
     if 'reduction' not in parameters: return None
     return partial(loss_func, reduction='none'), reduction_of(loss_func)
 
-def _by_rows(losses, n, reduction):
-    "One loss for each of `n` rows"
+def _by_rows(losses, n, reduction, counts=None):
+    "One loss for each of `n` rows; those of several in a row are averaged over as many as count"
     if len(losses) != n: raise ValueError(_OTHER_ROWS.format(shape=tuple(losses.shape), n=n))
     losses = losses.reshape(n, -1)
-    return losses.sum(1) if reduction in ('sum', 'batchmean') else losses.mean(1)
+    if reduction in ('sum', 'batchmean'): return losses.sum(1)
+    return losses.mean(1) if counts is None else losses.sum(1)/counts.reshape(n, -1).sum(1).clamp(min=1)
+
+def _that_count(loss_func, losses, targets):
+    "Which of several losses in a row PyTorch's mean counts; None if all of them"
+    ignored = _setting_of(loss_func, 'ignore_index')
+    y = targets[0] if targets else None
+    has_one_each = torch.is_tensor(y) and y.shape == losses.shape and not y.is_floating_point()
+    return y != ignored if has_one_each and losses.ndim > 1 and isinstance(ignored, int) else None
 
 # %% ../../nbs/train/60_example_losses.ipynb #4dedefcf
 _FAILED_ALONE = ('`loss_func` has no argument `reduction`, and called with a single example it failed: '
@@ -100,5 +112,6 @@ def loss_per_example(
     unreduced = unreduced_loss(loss_func)
     if unreduced is None: return _one_by_one(loss_func, preds, targets, n)
     losses = unreduced[0](preds, *targets)
-    if torch.is_tensor(losses) and losses.ndim: return _by_rows(losses, n, unreduced[1])
+    if torch.is_tensor(losses) and losses.ndim:
+        return _by_rows(losses, n, unreduced[1], _that_count(loss_func, losses, targets))
     return _one_by_one(loss_func, preds, targets, n)

@@ -1161,3 +1161,18 @@ def test_a_metric_that_cannot_be_copied_is_told_by_its_name():
     with pytest.raises(TypeError) as error:
         again.fit(1)
     assert "`train_metrics=True` needs a copy" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize("ignored", [-100, 0])
+@pytest.mark.parametrize("made", ["module", "partial", "function"])
+def test_padding_that_is_ignored_does_not_count_in_the_loss_of_an_example(made, ignored):
+    scores, words = torch.randn(3, 4, 6), torch.randint(1, 4, (3, 6))
+    words[0, 2:] = words[1, 5:] = ignored
+    module = torch.nn.CrossEntropyLoss(ignore_index=ignored)
+    kinds = dict(
+        module=module, partial=partial(F.cross_entropy, ignore_index=ignored), function=F.cross_entropy
+    )
+    if made == "function" and ignored != -100:
+        pytest.skip("Its usual value is -100")
+    alone = [module(scores[i : i + 1], words[i : i + 1]) for i in range(3)]
+    assert torch.allclose(loss_per_example(kinds[made], scores, words), torch.stack(alone))
