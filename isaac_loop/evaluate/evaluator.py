@@ -157,6 +157,12 @@ def after_batch(self:EvaluatorCB, trainer):
     if self.updates is not None and trainer.ranks.size == 1: self._after_update(trainer)
 
 @patch
+def after_epoch(self:EvaluatorCB, trainer):
+    "The same after an update that comes when the pass is over, as that of a last group of micro-batches"
+    is_new = self.updates is not None and trainer.n_updates > self._seen
+    if is_new and trainer.ranks.size == 1: self._after_update(trainer)
+
+@patch
 def cleanup_batch(self:EvaluatorCB, trainer):
     "Do so here where there are several processes: one may have left the batch after the update of all"
     if self.updates is None or trainer.ranks.size == 1: return

@@ -1327,3 +1327,28 @@ def test_a_loader_without_the_attributes_of_its_base_is_evaluated_like_a_list(wh
         return bits(trainer.model.weight), trainer.history.batches["eval_loss"]
 
     assert str(found(BareLoader)) == str(found(list))
+
+
+class Endless(IterableDataset):
+    "Rows of which nobody knows how many there are"
+
+    def __iter__(self):
+        return iter(zip(X[:20], Y[:20]))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_update_of_a_last_group_that_is_smaller_counts_in_its_own_epoch(n):
+    "Of a stream it is known to be the last when the pass is over; of a list before"
+    batches = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 20, 4)]
+    found = []
+    for dl in (batches, DataLoader(Endless(), 4)):
+        evaluator = EvaluatorCB(updates=n, at_end=False)
+        callbacks = [BasicTrainCB(), MetricsCB(show=False), AccumulationCB(2), evaluator]
+        set_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        trainer = Trainer(DataLoaders(dl, OTHER), F.cross_entropy, SGD, model, callbacks)
+        trainer.fit(2, lr=0.1)
+        assert (trainer.n_updates, evaluator.n_evaluations) == (6, 6 // n)
+        written = [o for o in trainer.history.batches["eval_loss"] if o == o]
+        found.append(([row["eval_loss"] for row in trainer.history], written))
+    assert found[0] == found[1]
