@@ -55,11 +55,10 @@ class MeanOf:
         if not torch.is_tensor(value):
             if not isinstance(value, numbers.Real): raise TypeError(_NOT_ONE.format(self.name, repr(value)))
             return float(value)*n
-        value = value.detach()
-        if value.dtype != torch.float64: value = value.float()
-        if value.shape == (n,) and value.is_contiguous(): return value.sum()
-        if value.ndim > 0 and len(value) == n: return value.reshape(n, -1).mean(1).sum()
-        if value.numel() == 1: return value*n
+        value,exact = value.detach(),_exact_on(value)
+        if value.shape == (n,) and value.is_contiguous(): return value.sum(dtype=exact)
+        if value.ndim > 0 and len(value) == n: return value.reshape(n, -1).to(exact).mean(1).sum()
+        if value.numel() == 1: return value.to(exact)*n
         raise TypeError(_NOT_ONE.format(self.name, f'values of shape {tuple(value.shape)} for {n} examples'))
 
     def compute(self):
@@ -68,7 +67,11 @@ class MeanOf:
         total = self.total
         if type(total) is int: total = torch.tensor(total, device='cpu') # As it would be on a device
         is_count = torch.is_tensor(total) and not total.is_floating_point()
-        return (total.float() if is_count else total)/self.n
+        return (total.to(_exact_on(total)) if is_count else total)/self.n
+
+def _exact_on(x):
+    "The type in which many numbers are added up: with double precision, where the device has it"
+    return torch.float32 if x.device.type == 'mps' else torch.float64
 
 def _n_true(value):
     "How many entries are True: on a device a tensor"

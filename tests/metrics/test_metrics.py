@@ -1394,3 +1394,12 @@ def test_of_complex_losses_the_real_part_counts_however_many_batches_there_are(n
     trainer = make_trainer([MetricsCB(show=False)], valid=[2] * n, loss_func=complex_loss)
     real = make_trainer([MetricsCB(show=False)], valid=[2] * n)
     assert trainer.validate()["valid_loss"] == pytest.approx(real.validate()["valid_loss"])
+
+
+@pytest.mark.parametrize("gives", ["a mean", "a number for each", "several for each"])
+def test_the_mean_of_a_function_is_added_up_in_double_precision(gives):
+    shape = {"a mean": (), "a number for each": (2,), "several for each": (2, 3)}[gives]
+    metric, x = MeanOf(lambda preds, targets: torch.full(shape, 0.1)), torch.zeros(2, 1)
+    for _ in range(5000):
+        metric.update(x, x)
+    assert abs(float(metric.compute()) - float(torch.tensor(0.1))) < 1e-12
