@@ -62,7 +62,9 @@ def number_here(
     number = x.item()
     return number if type(number) in (float, int) else None
 
-_NONE,_CPU = torch.zeros(0, dtype=torch.float64),torch.device('cpu')
+_CPU = torch.device('cpu')
+
+def nothing(): return torch.zeros(0, dtype=torch.float64) # PyTorch's first operation takes its time
 
 class _Blocks:
     "Gathers numbers, or tensors of one shape, and stacks them by the block"
@@ -86,7 +88,7 @@ class _Blocks:
         return value.device, value.detach() if value.requires_grad else value
 
     def _stacked(self):
-        if not self._new: return _NONE
+        if not self._new: return nothing()
         if isinstance(self._kind, torch.device): return torch.stack(self._new)
         if self._kind is not None: return torch.tensor(self._new, dtype=self._kind, device=_CPU)
         return torch.frombuffer(array('d', self._new), dtype=torch.float64)

@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 
 from .batch_record import as_tensor
-from .numbers_on_device import _NONE, Sent
+from .numbers_on_device import Sent, nothing
 
 # %% ../../nbs/loop/41_pass_numbers.ipynb #7a1ae5ed
 def _pieces(values):
@@ -114,7 +114,7 @@ def tensors(self:PassNumbers)->dict: # (n,) each, on the CPU, by name
     found = {name: [] for name in self.names}
     for _,sent in self._blocks():
         for pieces,new in zip(found.values(), sent.read()): pieces += new
-    return {name: _joined(pieces) if pieces else _NONE for name,pieces in found.items()}
+    return {name: _joined(pieces) if pieces else nothing() for name,pieces in found.items()}
 
 @patch
 def read(self:PassNumbers)->dict: # Lists of floats by name
