@@ -45,7 +45,8 @@ class MeanOf:
         n = len(targets[0]) if targets else len(preds)
         value = self.f(preds, *targets)
         if torch.is_tensor(value):
-            value = value.detach().float()
+            exact = torch.float32 if value.device.type == 'mps' else torch.float64
+            value = value.detach().to(exact)
             by_row = value.ndim > 0 and len(value) == n
             value = value.reshape(n, -1).mean(1).sum() if by_row else value * n
         else:
