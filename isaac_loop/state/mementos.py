@@ -237,7 +237,16 @@ def _of_loader(x, is_searched=False):
         state = copy.deepcopy(x.state_dict())
         return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
     is_whole = isinstance(x, DataLoader) and hasattr(x, 'sampler') # A subclass may leave the `__init__` out
-    if is_whole: return _nothing, (x.generator, x.sampler, x.batch_sampler, *drawn)
+    if is_whole: return _of_workers(x), (x.generator, x.sampler, x.batch_sampler, *drawn)
+
+def _of_workers(x):
+    "Those of a loader that persist; others go as soon as nobody reads with them"
+    own = _own(x)
+    if not own.get('persistent_workers'): return _nothing
+    begun = own.get('_iterator')
+    def put_back():
+        if own.get('_iterator') is not begun: own['_iterator'] = begun
+    return put_back
 
 # %% ../../nbs/state/18_mementos.ipynb #0b9cd1a1
 def _tells_its_place(x):

@@ -802,6 +802,50 @@ def test_a_snapshot_within_a_fit_puts_the_weights_back_after_it():
     assert [bits(p) for p in trainer.model.parameters()] == taken[0][1]
 
 
+def fit_on_the_side(trainer):
+    with trainer.snapshot():
+        trainer.fit(1, lr=0.1)
+
+
+TRIES = {
+    "search": lambda trainer: trainer.lr_find(n_batches=2),
+    "check": lambda trainer: trainer.check(batches=2),
+    "block": fit_on_the_side,
+}
+
+
+def with_lasting_workers():
+    make = functools.partial(DataLoader, rows(), 8, num_workers=1, persistent_workers=True)
+    set_seed(3)
+    return make_trainer([MetricsCB(show=False)], make(shuffle=True), make(), opt_func=optim.SGD)
+
+
+def fitted(before=lambda trainer: None):
+    trainer = with_lasting_workers()
+    before(trainer)
+    trainer.fit(2, lr=0.1)
+    return trainer.history["train_loss"], trainer.history["valid_loss"], random_states()
+
+
+@pytest.mark.filterwarnings("ignore:No rate")
+@pytest.mark.parametrize("tried", TRIES)
+def test_workers_that_persist_begin_when_they_would_have_without_what_was_tried(tried):
+    "They begin with a number drawn at random, so those of the try may not stay"
+    assert fitted(TRIES[tried]) == fitted()
+
+
+def test_workers_that_persist_stay_if_they_were_there():
+    trainer = with_lasting_workers()
+    trainer.fit(1, lr=0.1)
+    workers = trainer.dls.train._iterator
+    fit_on_the_side(trainer)
+    assert workers is trainer.dls.train._iterator is not None
+    with trainer.snapshot():
+        trainer.dls.train._iterator = None
+    assert trainer.dls.train._iterator is workers
+    trainer.fit(1, lr=0.1)
+
+
 def test_one_can_fit_after_restoring_a_snapshot_that_was_taken_within_a_fit():
     taken = []
 
