@@ -25,6 +25,7 @@ from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
 from ..state.run_parts import all_parameters, check_states, generators, loaders_of, opt_defaults
+from ..state.run_parts import put_workers, workers_begun
 from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
@@ -149,7 +150,7 @@ def _pass(self:ResumingCB, trainer, batches):
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
         if own_way: trainer.dl.leave_pass() # A cancel may have left the last one, which somebody still holds
-        self._pass_start = compact_random_state(),own,_position_of(trainer.dl)
+        self._pass_start = compact_random_state(),own,_position_of(trainer.dl),workers_begun(trainer)
     self._walked,drawn = iter(batches),drawn_in(trainer)
     for batch in self._walked:
         self._as_given,handed = batch is trainer._source.last,handed+1
@@ -195,9 +196,10 @@ def _kept_since(trainer, dl):
 def start_of_pass(trainer):
     "Random numbers and the loader's place when this pass began, and whether it must be read again"
     innermost,outermost = _resuming(trainer)
-    start,own,place = innermost._pass_start
+    *begun,workers = innermost._pass_start
+    start,own,place = begun
     again,before = _is_elsewhere(innermost, trainer),outermost._before
-    found = start | {'generators': own, 'loader': place, 'again': again}
+    found = start | {'generators': own, 'loader': place, 'workers': workers, 'again': again}
     noted = before is not None or trainer._source.read_again
     if not noted or not (again or is_made(trainer, innermost._is_wrapped)): return found
     if not again: return found | {'before': before, 'last': None}
@@ -245,12 +247,13 @@ def _leave_rest(dl):
     if hasattr(dl, 'load_state_dict') and hasattr(dl, 'set_epoch'): dl.set_epoch(dl.state_dict()['epoch']+1)
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #cc338659
-def _run_samplers(trainer, start):
+def _run_samplers(trainer, start, workers=None):
     "Draw from the generators of a plain loader what it draws in a whole pass; nothing is read"
     if not isinstance(trainer.dl, DataLoader): return
     put_generators(trainer, start)
     with undrawn():
-        torch.empty((), dtype=torch.int64).random_(generator=trainer.dl.generator) # The seed of its workers
+        begins = 'train' not in (workers or ()) # Else its workers were there
+        if begins: torch.empty((), dtype=torch.int64).random_(generator=trainer.dl.generator) # Their seed
         for _ in trainer.dl.sampler if trainer.dl.batch_sampler is None else trainer.dl.batch_sampler: pass
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #04f62435
@@ -260,10 +263,11 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     start = dict(state['pass_start'])
     own,place,again = start.pop('generators'),start.pop('loader', None),start.pop('again', False)
     saved = {name: start.pop(name, None) for name in ('last', 'place', 'before')}
-    self._pass_start = start,own,place
+    workers = start.pop('workers', None)
+    self._pass_start = start,own,place,workers
     over,stopped = not again and _is_over(trainer.dl, done),state['position']['stop_reason']
     if over or stopped is not None:
-        _end_pass(trainer, over, stopped, own)
+        _end_pass(trainer, over, stopped, own, workers)
         trainer.batch_num = done-1
         return iter(())
     knows_its_place = hasattr(trainer.dl, 'load_state_dict')
@@ -271,6 +275,7 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     if begun is not None: put_begun(trainer, begun)
     if knows_its_place: _begin_anew(trainer, place)
     put_generators(trainer, own)
+    put_workers(trainer, workers)
     with _model_kept(trainer): self._walked,last,self._in_step = _replayed(trainer, batches, start, done)
     put_callbacks(trainer, state, tell=False) # Whoever wraps the batches has seen them again
     innermost,_ = _resuming(trainer)
@@ -296,12 +301,12 @@ def _begin_anew(trainer, place):
     trainer.dl.load_state_dict(place)
     trainer._source.first = 0
 
-def _end_pass(trainer, over, stopped, own):
+def _end_pass(trainer, over, stopped, own, workers):
     "Leave the loader as it is after a whole pass, and stop if the run was stopping"
     if stopped is not None:
         trainer.request_stop(stopped) # There is only the end of the epoch before it
         if not over: _leave_rest(trainer.dl)
-    elif own: _run_samplers(trainer, own)
+    elif own: _run_samplers(trainer, own, workers)
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #15767108
 def _replayed(trainer, batches, start, done):

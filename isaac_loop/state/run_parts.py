@@ -10,6 +10,7 @@ import inspect
 
 import torch
 from torch import nn, optim
+from torch.utils.data import DataLoader
 
 from ..data.generators import held_loaders_in
 from ..data.resumable_loaders import Resumable
@@ -17,6 +18,7 @@ from ..loop.events import callback_name
 from ..loop.fitting import private_state
 from ..loop.ranks import runs_here
 from ..loop.shared_attributes import STATE
+from .random_numbers import undrawn
 
 # %% ../../nbs/state/56_run_parts.ipynb #e82b7fa8
 _ONLY_ONE = ('`{}` has only one of `state_dict` and `load_state_dict`, so its state would be saved and lost, '
@@ -189,3 +191,34 @@ def generators(
             known = any(own is o for o in found.values())
             if isinstance(own, torch.Generator) and not known: found[f'{name}.{type(part).__name__}'] = own
     return found
+
+# %% ../../nbs/state/56_run_parts.ipynb #d444ad89
+def _lasting(trainer):
+    "Plain loaders whose workers persist"
+    both = {name: getattr(trainer.dls, name, None) for name in ('train', 'valid')}
+    return {name: dl for name,dl in both.items() if isinstance(dl, DataLoader) and '_iterator' in vars(dl)
+            and dl.persistent_workers and not hasattr(dl, 'load_state_dict')}
+
+def workers_begun(
+    trainer, # With loaders
+)->list: # 'train', 'valid', both or none
+    "The plain loaders that have begun workers which persist"
+    return [name for name,dl in _lasting(trainer).items() if dl._iterator is not None]
+
+class _BegunBefore:
+    "In the place of workers that a saved run had begun: `DataLoader` has them begin the next pass"
+    def _reset(self, dl):
+        with undrawn(): seed = torch.empty((), dtype=torch.int64).random_().item()
+        own,dl.generator = dl.generator,torch.Generator(torch.get_default_device()).manual_seed(seed)
+        try: dl._iterator = dl._get_iterator()
+        finally: dl.generator = own
+
+def put_workers(
+    trainer, # With loaders
+    begun, # What `workers_begun` gave; None if it was not saved
+):
+    "Let the next pass of a loader draw what begins its workers if it did so in the saved run"
+    if begun is None: return
+    for name,dl in _lasting(trainer).items():
+        if name not in begun: dl._iterator = None
+        elif dl._iterator is None: dl._iterator = _BegunBefore()

@@ -21,7 +21,7 @@ from .random_numbers import compact_random_state, set_plain_random_state, undraw
 from .run_parts import all_parameters, bare, differing, fill_empty, generators
 from .run_parts import held_loaders, held_parameters, loaders_of, opt_defaults
 from .run_parts import opts_made, parts_of
-from .run_parts import stateful_callbacks, with_empty
+from .run_parts import put_workers, stateful_callbacks, with_empty, workers_begun
 from .script_facts import opts_began, script_facts
 
 # %% ../../nbs/state/60_run_state.ipynb #12c2631e
@@ -41,6 +41,7 @@ def _gather_parts(trainer, steps_over=False):
                 history=trainer.history.state_dict(),
                 loaders=places_of(trainer),
                 generators={name: o.get_state() for name,o in generators(trainer).items()},
+                workers=workers_begun(trainer),
                 callbacks=_told_states(trainer, steps_over),
                 own={} if own is None else own.take(trainer, copy=False))
 
@@ -291,6 +292,7 @@ def put_position(
         if name in state['loaders']: dl.load_state_dict(state['loaders'][name])
     put_held(trainer, state['loaders'])
     put_generators(trainer, state.get('generators', {}))
+    put_workers(trainer, state.get('workers')) # Earlier versions have not noted them
 
 def put_held(
     trainer, # With callbacks

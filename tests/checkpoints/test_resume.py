@@ -218,6 +218,54 @@ def test_the_number_of_workers_may_change(first, then, tmp_path):
         )
 
 
+def lasting(n, batch_size, **options):
+    "Plain, with a worker that stays for the next pass"
+    return DataLoader(Rows(n, False), batch_size, num_workers=1, persistent_workers=True, **options)
+
+
+def lasting_with_generator():
+    generator = torch.Generator().manual_seed(3)
+    return DataLoaders(lasting(40, 8, shuffle=True, generator=generator), lasting(24, 12))
+
+
+LASTING = {
+    "of validation": lambda: DataLoaders(exact_loader(Rows(40), 8, seed=1), lasting(24, 12)),
+    "of both": lambda: DataLoaders(lasting(40, 8, shuffle=True), lasting(24, 12, shuffle=True)),
+    "with a generator": lasting_with_generator,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The training loader has persistent workers")
+@pytest.mark.parametrize("make_dls", LASTING.values(), ids=LASTING)
+def test_the_number_that_lasting_workers_begin_with_is_drawn_once_in_a_run(make_dls, tmp_path):
+    "Saved at every batch, and gone on with from some places of each epoch, its ends too"
+    whole = fit(make_trainer(dls=make_dls()))
+    saving = CheckpointCB(tmp_path / "all", every=1, keep_last=None)
+    same(whole, fit(make_trainer([*callbacks(), saving], make_dls())))
+    found = CheckpointStore(tmp_path / "all", read_only=True).list()
+    for o in [*found[1::3], found[9]]:
+        again = CheckpointCB(tmp_path / f"from {o.step}", every=1000, resume=o.path)
+        same(whole, fit(make_trainer([*callbacks(), again], make_dls())))
+
+
+def test_lasting_workers_begin_again_if_the_run_goes_back_to_before_they_began(tmp_path):
+    "The same trainer goes on after its power was lost in validation"
+    whole = fit(make_trainer(dls=LASTING["of validation"]()))
+    trainer = make_trainer(callbacks(tmp_path, every=3), LASTING["of validation"]())
+    with pytest.raises(Cut):
+        fit(trainer, callbacks=CutCB("after_predict", lambda t: not t.training))
+    same(whole, fit(trainer))
+
+
+def test_a_run_of_lasting_workers_may_be_cut_again_before_they_have_begun(tmp_path):
+    whole = fit(make_trainer(dls=LASTING["of validation"]()))
+    for n in (7, 8, 11):
+        with pytest.raises(Cut):
+            again = make_trainer(callbacks(tmp_path, every=1), LASTING["of validation"]())
+            fit(again, callbacks=cut_at(n))
+    same(whole, fit(make_trainer(callbacks(tmp_path, every=1), LASTING["of validation"]())))
+
+
 def stream_loaders(**options):
     return DataLoaders(
         exact_loader(Stream(Rows(40)), 8, seed=5, **options), exact_loader(Rows(24), 12, shuffle=False)
