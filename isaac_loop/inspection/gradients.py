@@ -84,6 +84,7 @@ _COLUMNS = 'norm', 'mean', 'std', 'zeros'
 class GradientStatsCB:
     "Gather norm, mean, standard deviation, share of zeros and distribution of every gradient at each update"
     order = Order.RECORD
+    batch_columns = 'grad_norm',
     __repr__ = show_settings
     def __init__(self,
         module_filter=None, # Of which modules: a class or several, or a function of a module; default: all

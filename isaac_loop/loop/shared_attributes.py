@@ -97,6 +97,8 @@ OFFERS = {
     'columns': ('who writes into rows, such as `MetricsCB`',
         'who watches a column, such as `EarlyStoppingCB`, or writes some, such as `EvaluatorCB`',
         'names of the columns it will write, or a function of the trainer; `*` stands for anything'),
+    'batch_columns': ('who writes columns of training batches, such as `MetricsCB` and `ClipGradCB`',
+        '`RecorderCB`, which refuses to write the same', 'names of these columns'),
     'sets': ('who evaluates on data sets with names, such as `EvaluatorCB`',
         '`LoggerCB`, for logs that put curves into groups',
         'data sets by name, which is what the names of their columns begin with'),

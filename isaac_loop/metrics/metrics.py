@@ -37,6 +37,7 @@ _NO_PASS = ('`{}` measures whole passes, and this batch belongs to none. For one
 class MetricsCB:
     "Write losses, metrics and the time of each epoch into the history"
     order = Order.RECORD
+    batch_columns = 'loss',
     __repr__ = show_settings
     def __init__(self,
         *ms, # Metrics that go by the name of their class, and functions as for `MeanOf`

@@ -6,7 +6,8 @@
 __all__ = ['RecorderCB']
 
 # %% ../../nbs/metrics/20_recorder.ipynb #fcd590aa
-import numbers
+import math, numbers
+from types import SimpleNamespace
 
 import torch
 from fastcore.basics import patch
@@ -14,9 +15,10 @@ from fastcore.basics import patch
 from ..basics.figures import whole_ticks, quiet
 from ..basics.settings import show_settings
 from ..basics.old_names import old_words
-from ..loop.events import Order
+from ..loop.events import Order, callback_name
 from ..loop.numbers_on_device import number_here, one_number
 from ..loop.pass_numbers import PassNumbers
+from ..loop.shared_attributes import offering
 from .losses import ended_in_error
 from ..loop.batch_record import BatchRecord
 from ..state.errors import ResumeMismatch
@@ -48,6 +50,23 @@ def _check_functions(functions):
         if not callable(f): raise TypeError(_NO_FUNCTION.format(name, f))
         if name in BatchRecord.place: raise ValueError(_TAKEN.format(name))
 
+_BOTH = ('`{}` and `{}` both write the column `{}` of training batches, so one would hide the other. '
+         'Record it under another name.')
+
+def _check_alone(recorder, trainer):
+    "Refuse columns that another callback writes as well; the loss is the same in both"
+    mine = [name for name,f in recorder.functions.items() if not (name == 'loss' and _gives_loss(f))]
+    for other in offering(trainer, 'batch_columns') if mine else ():
+        if other is recorder or getattr(other, 'on_train', True) is False: continue
+        taken = [name for name in other.batch_columns if name in mine]
+        if taken: raise ValueError(_BOTH.format(callback_name(recorder), callback_name(other), taken[0]))
+
+def _gives_loss(f):
+    "Whether a function of the trainer reads the loss as it is"
+    loss = torch.tensor(math.pi)
+    try: return bool(f(SimpleNamespace(loss=loss)) == loss)
+    except Exception: return False
+
 @old_words
 class RecorderCB:
     "Record functions of the trainer for every training batch; of several processes each its own share"
@@ -60,8 +79,14 @@ class RecorderCB:
         _check_functions(name_to_function)
         self.functions = self._name_to_function = name_to_function or {'lr': _first_lr}
 
+    @property
+    def batch_columns(self)->list: # Names
+        "The columns of batches that this callback will write into the history"
+        return list(self.functions)
+
     def before_fit(self, trainer):
         "Forget what the last run left"
+        _check_alone(self, trainer)
         self._history,self._fit = trainer.history,trainer.history.fit
         self._start()
 

@@ -187,6 +187,11 @@ def columns(self:ClipGradCB, trainer)->list: # Names
     "The columns that this callback will write into the history"
     return [self.column, f'{self.column}_clipped_share'] if self.column else []
 
+@patch(as_prop=True)
+def batch_columns(self:ClipGradCB)->list: # Names
+    "The columns of batches that this callback will write into the history"
+    return [self.column] if self.column else []
+
 @patch
 def before_fit(self:ClipGradCB, trainer):
     "Forget the last run"

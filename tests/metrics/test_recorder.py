@@ -14,6 +14,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.train.clipping import ClipGradCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import (
@@ -253,6 +254,46 @@ def test_recorders_of_other_names_live_together_and_write_no_columns_of_rows():
     assert trainer.history.batches["x"] == [1.0] * 4 and len(trainer.history.batches["lr"]) == 4
     with pytest.raises(LookupError, match="no callback records"):
         check_monitored(trainer, "lr", "me")
+
+
+def named(name, callback):
+    callback.name = name
+    return callback
+
+
+CLASHES = {
+    "loss": lambda: [MetricsCB(show=False), RecorderCB(loss=lambda t: 100 + t.epoch)],
+    "v": lambda: [RecorderCB(v=lambda t: 1), named("second", RecorderCB(v=lambda t: 2))],
+    "grad_norm": lambda: [RecorderCB(grad_norm=lambda t: -1), ClipGradCB(1)],
+    "norm": lambda: [RecorderCB(norm=lambda t: -1), ClipGradCB(1, column="norm")],
+}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("column", CLASHES)
+def test_two_who_write_one_column_of_batches_are_told_before_the_first(column, turned):
+    callbacks = CLASHES[column]()
+    trainer = make_trainer(*(callbacks[::-1] if turned else callbacks))
+    with pytest.raises(ValueError, match=f"both write the column `{column}` of training batches"):
+        trainer.fit(1, valid=False)
+    assert not len(trainer.history.batches)
+
+
+def test_who_writes_no_column_of_training_batches_of_that_name_hides_none():
+    "The loss that a recorder reads is the one that is there already"
+    measured = MetricsCB(show=False)
+    measured.on_train = False
+    for others, column in (
+        ([measured], "loss"),
+        ([ClipGradCB(1, column=None)], "grad_norm"),
+        ([ClipGradCB(1)], "v"),
+    ):
+        trainer = make_trainer(*others, RecorderCB(**{column: lambda t: 7}))
+        trainer.fit(1, valid=False)
+        assert trainer.history.batches[column] == [7.0] * 4
+    trainer = make_trainer(MetricsCB(show=False), RecorderCB(loss=lambda t: t.loss.item(), n=lambda t: 1))
+    trainer.fit(1, valid=False)
+    assert len(trainer.history.batches["loss"]) == 4
 
 
 def test_numbers_of_other_types_stay_what_they_are_when_blocks_are_joined():

@@ -137,7 +137,7 @@ PLOTS = {
     "Predictions.plot_confusion_matrix, shares": lambda: preds().plot_confusion_matrix(normalize="true"),
     "Predictions.plot_confusion_matrix, many classes": many_classes,
     "RecorderCB.plot": lambda: trained(
-        RecorderCB(loss=lambda t: t.loss * 1e6, n=lambda t: t.batch_num)
+        RecorderCB(scaled=lambda t: t.loss * 1e6, n=lambda t: t.batch_num)
     ).RecorderCB.plot(),
     "LRFinderCB.plot": lr_finder,
     "ActivationStatsCB.plot_stats": lambda: trained(ActivationStatsCB()).ActivationStatsCB.plot_stats(),
