@@ -84,6 +84,25 @@ def _is_empty(dl):
     try: return len(dl) == 0
     except (TypeError, NotImplementedError): return False
 
+# %% ../../nbs/loop/28_advice.ipynb #f1ac4d9e
+_DROPPED = ('`dls.valid` leaves out {} of {} rows, as they do not fill a batch (`drop_last=True`): '
+            '`valid_loss` and metrics are those of the others, while `validate`, `get_preds` and '
+            '`EvaluatorCB` read all. Make the validation loader without `drop_last`.')
+
+def warn_of_dropped(
+    trainer, # Is about to validate
+):
+    "Warn of rows that no validation pass would read"
+    batches = getattr(getattr(trainer.dls, 'valid', None), 'batch_sampler', None)
+    if not getattr(batches, 'drop_last', False) or 'dropped' in trainer.plan.told: return
+    try:
+        n = len(getattr(batches, 'sampler', trainer.dls.valid.dataset))
+        left = n % batches.batch_size
+    except (TypeError, NotImplementedError, AttributeError): return # Nobody can tell, as in a stream
+    if not left: return
+    trainer.plan.told.add('dropped') # Once for each trainer
+    warn(_DROPPED.format(left, n))
+
 # %% ../../nbs/loop/28_advice.ipynb #4bdbbf80
 _UNKNOWN = '`fit` got the keyword `{}`, which nobody takes, so it would have no effect. `fit` takes {}.{}'
 
@@ -120,6 +139,7 @@ def check_fit(
     n_epochs = check_epochs(n_epochs)
     check_lr(lr)
     check_passes(trainer.dls, train, valid)
+    if valid: warn_of_dropped(trainer)
     return n_epochs
 
 # %% ../../nbs/loop/28_advice.ipynb #77d1fb44

@@ -7,9 +7,10 @@ from types import MethodType, SimpleNamespace
 
 import pandas as pd
 import pytest
+import torch
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from isaac_loop.all import (
     AccumulationCB,
@@ -25,6 +26,7 @@ from isaac_loop.all import (
     OneCycleSchedulerCB,
     Order,
     Trainer,
+    get_dataloaders,
     replaces,
     with_cbs,
 )
@@ -484,6 +486,50 @@ def test_more_updates_than_were_planned_are_told_of_once():
         trainer_with(OneCycleSchedulerCB(), cls=TwiceAsPlanned).fit(3)
         trainer_with(OneCycleSchedulerCB(), NBatchCB(1), cls=TwiceAsPlanned).fit(3)
         trainer_with(OneCycleSchedulerCB(), LimitCB(updates=3), cls=Twice).fit(3)  # Stops within a batch
+
+
+def pairs(n):
+    return TensorDataset(torch.randn(n, 1), torch.randn(n, 1))
+
+
+DROPS = {
+    "both": lambda: get_dataloaders(pairs(16), pairs(13), 4, drop_last=True),
+    "exact": lambda: get_dataloaders(pairs(16), pairs(13), 4, seed=1, drop_last=True),
+    "random": lambda: (None, DataLoader(pairs(13), 8, shuffle=True, drop_last=True)),
+    "some": lambda: (None, DataLoader(pairs(20), 8, sampler=range(13), drop_last=True)),
+    "sampler": lambda: (None, DataLoader(pairs(13), batch_sampler=BatchSampler(range(13), 8, True))),
+}
+
+
+@pytest.mark.parametrize("make", DROPS.values(), ids=DROPS)
+def test_rows_that_no_validation_pass_reads_are_told_of_once(make):
+    t = trainer_with(MetricsCB(show=False))
+    t.dls = DataLoaders(*make())
+    t.dls.train = data()
+    with pytest.warns(
+        UserWarning, match=r"`dls.valid` leaves out 5 of 13 rows.* without `drop_last`"
+    ) as told:
+        for _ in range(2):
+            t.fit(1)
+    assert len(told) == 1
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return iter(pairs(13))
+
+
+def test_who_reads_all_rows_or_does_not_validate_is_told_nothing():
+    full = DataLoader(pairs(16), 8, drop_last=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for valid in (full, DataLoader(pairs(13), 8), DataLoader(Streamed(), 8, drop_last=True), data()):
+            t = trainer_with(MetricsCB(show=False))
+            t.dls = DataLoaders(DataLoader(pairs(13), 8, drop_last=True), valid)
+            t.fit(1)
+        t.dls.valid = DataLoader(pairs(13), 8, drop_last=True)
+        t.fit(1, valid=False)
+        t.validate()
 
 
 class AroundAnother(optim.Optimizer):
