@@ -70,7 +70,7 @@ def place():
         if module.endswith(".plain_state"):
             whose = whose or getattr(frame.f_locals.get("self"), "where", None)
         elif module.startswith("isaac_loop.") and not module.endswith(
-            (".device_waits", ".numbers_on_device")
+            (".device_waits", ".numbers_on_device", ".pass_numbers")
         ):
             return whose or module.rpartition(".")[2]
         frame = frame.f_back
