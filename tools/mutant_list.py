@@ -583,7 +583,7 @@ MUTANTS = [
     Mutant(
         "small batches weigh as much as large ones",
         "MeanOf._sum",
-        "if value.numel() == 1: return value*n",
+        "if value.numel() == 1: return value.to(exact)*n",
         "if value.numel() == 1: return value",
         ["test_a_function_is_averaged_over_all_examples"],
     ),
