@@ -164,6 +164,7 @@ def _pass(self:ResumingCB, trainer, batches):
         if self._batches-handed != ahead and not told: told = _warn_of_order(self, trainer, handed)
         with _named(self, trainer): self._between_batches(trainer)
         if self._batches == trainer.n_batches: self._is_through(trainer)
+    if done and not handed: trainer.batch_num = done-1 # Nothing was left but the end of this pass
     self._last = self._walked = None
     if self._batches != trainer.n_batches: self._is_through(trainer)
 

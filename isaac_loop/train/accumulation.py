@@ -188,8 +188,14 @@ def after_epoch(self:AccumulationCB, trainer):
 @patch
 def _is_open(self:AccumulationCB, trainer):
     "Whether batches have come since a window was closed, as all processes see it: one may have no rows"
-    closed = max(self._closed, trainer.start_batch-1) # A run that goes on finds no gradients from before
-    return vars(trainer).get('batch_num', -1) > closed
+    return vars(trainer).get('batch_num', -1) > max(self._closed, self._closed_before(trainer))
+
+@patch
+def _closed_before(self:AccumulationCB, trainer):
+    "The last batch behind which a run that goes on here has closed a window; -1 for one that begins"
+    done = trainer.start_batch
+    is_whole = trainer.n_batches is not None and done >= trainer.n_batches
+    return (done if is_whole else done - done % self.n_batches) - 1
 
 @patch
 def cleanup_epoch(self:AccumulationCB, trainer):

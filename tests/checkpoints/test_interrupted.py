@@ -11,8 +11,9 @@ from itertools import count
 import pytest
 import torch
 from torch import optim
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
+from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.stop.interrupts import InterruptCB
@@ -26,7 +27,7 @@ from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_trainer, result, same
 from places import PATHS, ROOT
-from resumed import MOMENTS, plain_loaders, press
+from resumed import MOMENTS, Stream, plain_loaders, press, pressing
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training loader does not know", "ignore:Reading")
@@ -424,3 +425,37 @@ def test_workers_leave_an_interrupt_to_the_main_process():
     dls.train = exact_loader(Asks(16), 8, num_workers=2)
     trainer = fit(make_trainer([*callbacks(), InterruptCB()], dls), 1)
     assert trainer.n_updates == 2 and trainer.interrupted is None
+
+
+# ---- a window that is open when a stream ends
+
+
+def streams(make):
+    return DataLoaders(make(Stream(Rows(40)), 8), exact_loader(Rows(24), 12, shuffle=False))
+
+
+def exact_stream():
+    return streams(lambda rows, size: exact_loader(rows, size, seed=3))
+
+
+def plain_stream():
+    return streams(DataLoader)
+
+
+@pytest.mark.parametrize("loaders", [exact_stream, plain_stream])
+@pytest.mark.parametrize("valid", [True, False])
+@pytest.mark.parametrize("window", [2, 3, 9])
+def test_the_last_window_of_a_stream_is_closed_in_a_run_that_goes_on_behind_its_last_batch(
+    loaders, valid, window, tmp_path
+):
+    "Nothing was left of the pass but its end, which did not know where it was, so the run never went on"
+
+    def run(name):
+        cbs = [BasicTrainCB(), AccumulationCB(window), MetricsCB(), InterruptCB()]
+        return make_trainer([*cbs, CheckpointCB(tmp_path / name)], loaders())
+
+    whole = fit(run("whole"), 2, valid=valid)
+    last = pressing("after_batch", lambda t: t.training and (t.epoch, t.batch_num) == (0, 4))
+    with pytest.raises(KeyboardInterrupt):
+        fit(run("cut"), 2, valid=valid, callbacks=last)
+    same(whole, fit(run("cut"), 2, valid=valid))

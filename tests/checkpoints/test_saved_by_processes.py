@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from isaac_loop.checkpoints.rewind import RewindCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.device.distributed import DistributedCB
 from isaac_loop.device.processes import _next_name
+from isaac_loop.loop.events import Order
 from isaac_loop.state.checkpoint_files import MANIFEST_FILE, Checkpoint, manifest_bytes
 from isaac_loop.state.errors import CheckpointCorrupt, CheckpointWriteFailed, RankFailed, StateOwnerMissing
 from isaac_loop.state.run_checks import check_is_run
@@ -158,6 +160,44 @@ def test_two_processes_go_on_bit_for_bit(place, accumulate, tmp_path):
 @pytest.mark.parametrize("was,now,place", [(2, 1, "in a window"), (1, 2, "in a window"), (2, 3, "in a step")])
 def test_another_number_of_processes_goes_on_with_the_same_rows_and_numbers(was, now, place, tmp_path):
     check_other_size(was, now, place, tmp_path, 3)
+
+
+class UnknownEndCB:
+    "Nobody knows how many batches a pass has"
+
+    order = Order.JOIN - 1
+
+    def before_epoch(self, trainer):
+        trainer.n_batches = None
+
+
+class LowersCB:
+    "Halves the rate when a training pass is over"
+
+    on_valid = False
+
+    def after_epoch(self, trainer):
+        trainer.opt.param_groups[0]["lr"] *= 0.5
+
+
+def run_windows(folder, window, *more):
+    "Two epochs of seven batches, with a window that is open at their end"
+    callbacks = AccumulationCB(window), UnknownEndCB(), LowersCB(), EachBatchCB(folder)
+    t = trainer(*callbacks, model=dropout_net())
+    with suppress(KeyboardInterrupt):
+        t.fit(2, lr=0.01, callbacks=more)
+    return *outcome(t), t.opt.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_a_window_that_was_open_behind_the_last_batch_is_closed_by_all_processes(window, tmp_path):
+    "Its update was left out"
+    whole = in_processes(2, run_windows, tmp_path / "whole", window)
+    with pytest.raises(RuntimeError):
+        in_processes(2, run_windows, tmp_path / "cut", window, GoneCB(0, 6, "after_epoch"))
+    for again, then in zip(in_processes(2, run_windows, tmp_path / "cut", window), whole):
+        assert torch.equal(again[0], then[0]) and again[2] == then[2]
+        equal_histories(again[1], then[1])
 
 
 # ---- who writes, and when
