@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from fastcore.basics import patch
+from torch import nn, optim
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
-from ..basics.checks import check_flag, local_path
+from ..basics.checks import check_flag, local_path, warn
 from ..basics.output import say
 from .background_writes import BackgroundWrites
 from .counted_fits import CountedFits
@@ -25,9 +26,12 @@ from .which_run import checked_resume
 from ..loop.events import CancelFitException
 from ..loop.monitor import check_monitored, mode_of
 from ..loop.notes import whereabouts
+from ..loop.shared_attributes import offering
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
+from ..state.plain_state import plain
 from ..state.run_folder import run_folder
+from ..state.run_parts import bare, loaders_of, parts_of
 from ..state.script_facts import note_left
 from ..state.run_state import cut_names, put_weights, take_parts, take_state
 from ..state.states_of_processes import for_this_process, gather_states
@@ -94,19 +98,20 @@ def _next_epoch(self:CheckpointCB, trainer):
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #ba0b5c85
 @patch
-def _save(self:CheckpointCB, trainer, epoch, batches=0, parts=None, reason=None, finished=False, later=False):
-    "Write a checkpoint of this position, with `parts` of the state and the `reason` to stop from before"
+def _save(self:CheckpointCB, trainer, epoch, batches=0, end=None, reason=None, finished=False, later=False):
+    "Write a checkpoint of this position, or of the `end` of a training pass"
     self._writes.wait()
     if not self._told_opts: self._told_opts = tell_exchanged(trainer)
-    start = start_of_pass(trainer) if batches else between_passes(trainer)
+    in_pass = bool(batches) and not end
+    start = start_of_pass(trainer) if in_pass else between_passes(trainer)
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
-    if parts: state |= parts | dict(callbacks=state['callbacks'] | parts['callbacks'])
-    if parts or reason: state['position']['stop_reason'] = reason
+    if end: end.put_into(state)
+    elif reason: state['position']['stop_reason'] = reason
     state['checkpoint'] = self._numbers.state_dict()
     state['position']['fit'] -= self._fits.lost
     ranks = trainer.ranks
     if ranks.size > 1: weights,state = gather_states(ranks, weights, state, cut_names(trainer))
-    metrics = self._numbers.of(trainer, between_epochs=not batches)
+    metrics = self._numbers.of(trainer, between_epochs=not (batches or end))
     what = trainer,weights,state,epoch,metrics,facts_about(trainer)
     noted = partial(self._note_saved, trainer)
     if later: self._writes.begin(self._run.prepare(*what), noted, whereabouts(trainer))
@@ -168,7 +173,8 @@ def _save_what_is_left(self:CheckpointCB, trainer):
         reason = str(trainer.exception) or 'cancelled'
         self._save(trainer, self._next_epoch(trainer), finished=True, reason=reason)
     elif self._end and is_interrupted(trainer) and _all_leave(trainer):
-        self._save(trainer, trainer.epoch, self._batches, *self._end)
+        if trainer.ranks.is_main: self._end.warn(trainer)
+        self._save(trainer, trainer.epoch, self._batches, self._end)
 
 def _all_leave(trainer):
     "Whether every process leaves the fit here, by an interrupt; after an error none can be asked"
@@ -227,9 +233,47 @@ def _take_result(self:CheckpointCB, trainer):
     return True
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #3268b108
+_WRITTEN = ('{} of the model was written to in the validation pass that was interrupted. A run that goes on '
+            'begins that pass anew with the weights as they are now, so what was written and not taken back '
+            'is written twice. Write in `log`, or in a training pass.')
+
+class PassEnd:
+    "What a validation pass may change, as it was when the training pass and all its events were over"
+    def __init__(self, trainer):
+        for dl in loaders_of(trainer).values():
+            if hasattr(dl, 'leave_pass'): dl.leave_pass() # A cancel may have left the training pass
+        self.parts,self.reason = take_parts(trainer, steps_over=True),trainer.stop_reason
+        self.options = {name: [_options(group) for group in opt.param_groups] for name,opt in _opts(trainer)}
+        self.written = _times_written(trainer)
+
+    def put_into(self, state):
+        "Let a state that was taken later be as it was at this end"
+        state |= self.parts | dict(callbacks=state['callbacks'] | self.parts['callbacks'])
+        state['position'] |= dict(stop_reason=self.reason, trained=True)
+        for name,groups in self.options.items():
+            there = state['opts'].get(name, {}).get('param_groups', ())
+            for group,was in zip(there, groups): group.update(was)
+
+    def warn(self, trainer):
+        "Name the weights that were written to since; averages put back what they take out"
+        now = {} if offering(trainer, 'weights_swapped') else _times_written(trainer)
+        names = [f'`{name}`' for name,n in now.items() if n != self.written.get(name, n)]
+        if names: warn(_WRITTEN.format(', '.join(names[:5]) + ', and more,'*(len(names) > 5)))
+
+def _opts(trainer): return parts_of(trainer, optim.Optimizer).items()
+def _options(group): return plain({name: x for name,x in group.items() if name != 'params'})
+
+def _times_written(trainer):
+    "By name, how often each weight and buffer of the model was written to"
+    model = bare(trainer.model)
+    if not isinstance(model, nn.Module): return {}
+    buffers = model.named_buffers() if trainer.ranks.size == 1 else () # Others may send them at each batch
+    named = *model.named_parameters(),*buffers
+    return {name: x._version for name,x in named if not x.is_inference()}
+
 @patch
 def _pass_over(self:CheckpointCB, trainer):
-    if signal_of(trainer) is not None: self._end = take_parts(trainer, steps_over=True),trainer.stop_reason
+    if signal_of(trainer) is not None: self._end = PassEnd(trainer)
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #c8feb476
 @patch

@@ -25,7 +25,7 @@ def why_over(
     if position['fit'] > fit: return f'the run is in its fit {position["fit"]} (the first is 0) already'
     asks_for_more = trainer.n_epochs > position['n_epochs'] # Than then: somebody wants to go on
     if position['finished'] and position['stop_reason'] and not asks_for_more: return position['stop_reason']
-    beyond = position['finished'] or batches or epoch > trainer.n_epochs
+    beyond = position['finished'] or batches or position.get('trained') or epoch > trainer.n_epochs
     if epoch < trainer.n_epochs or not beyond: return None
     done = '1 epoch is done' if epoch == 1 else f'{epoch} epochs are done'
     return done + f', and of the next {batches} batches'*(batches > 0)

@@ -26,7 +26,7 @@ from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
 from ..state.run_parts import all_parameters, check_states, generators, loaders_of, opt_defaults
 from ..state.run_parts import put_workers, workers_begun
-from ..state.run_state import put_callbacks, put_frozen, put_generators, put_position
+from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, note_opts, script_facts
@@ -70,14 +70,14 @@ class ResumingCB:
         self._kept_before = kept_in(getattr(trainer.dls, 'train', None))
         data_of(trainer), loss_of(trainer), script_facts(trainer) # As they are now, for all saves of this fit
         trainer.epochs = self._epochs(trainer, trainer.epochs)
+        trainer._resuming.append(self._passes)
 
     def _epochs(self, trainer, epochs):
         "`epochs`, without those that were done before"
         note_opts(trainer)
         if self._found: self._next = self._found[1]['position']['epoch']
-        if self._found and not self._found[1]['position']['batches']:
-            kept = (self._restore(trainer)['pass_start'] or {}).get('kept', {})
-            warn_of_kept(trainer, others_kept(kept, kept_in(getattr(trainer.dls, 'train', None))))
+        position = self._found[1]['position'] if self._found else {}
+        if self._found and not (is_in_pass(position) or position.get('trained')): self._go_on(trainer)
         first = self._next
         for epoch in epochs:
             if epoch < first: continue
@@ -86,12 +86,25 @@ class ResumingCB:
             self._batches,self._next = 0,epoch+1
             with _named(self, trainer): self._between_epochs(trainer)
 
+    def _passes(self, trainer, passes):
+        "The passes of an epoch, without a training pass whose end was told before"
+        position = self._found[1]['position'] if self._found else {}
+        over = position.get('trained', False) and position['epoch'] == trainer.epoch
+        if over:
+            self._go_on(trainer)
+            self._batches,trainer.stop_reason = position['batches'],position['stop_reason']
+        for training in passes:
+            if not (training and over): yield training
+            if not training: continue
+            with _named(self, trainer): self._pass_over(trainer)
+
     def _find_again(self, trainer, epoch):
         "Note what batches may be made from, or let them be made from what was noted when this pass began"
         if not (self._found and self._found[1]['position']['epoch'] == epoch):
             self._before = take_before(trainer)
             return
         state = self._mine(trainer)[1]
+        if not is_in_pass(state['position']): return
         self._before = state['pass_start'].get('before')
         if self._before is not None: put_before(trainer, state)
 
@@ -108,9 +121,14 @@ class ResumingCB:
         put_random(state, self._strict)
         return state
 
+    def _go_on(self, trainer):
+        "Put back what was saved between two passes"
+        kept = (self._restore(trainer)['pass_start'] or {}).get('kept', {})
+        warn_of_kept(trainer, others_kept(kept, kept_in(getattr(trainer.dls, 'train', None))))
+
     def _between_epochs(self, trainer): "For a subclass: `self._next` is the epoch that comes next"
     def _between_batches(self, trainer): "For a subclass: `self._batches` of this pass are done"
-    def _pass_over(self, trainer): "For a subclass: the training pass has given its last batch"
+    def _pass_over(self, trainer): "For a subclass: the training pass and its events are over"
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #381f520f
 def _position_of(dl):
@@ -163,10 +181,8 @@ def _pass(self:ResumingCB, trainer, batches):
         if ahead is None: ahead = self._batches-handed # Somebody else may have begun this pass further on
         if self._batches-handed != ahead and not told: told = _warn_of_order(self, trainer, handed)
         with _named(self, trainer): self._between_batches(trainer)
-        if self._batches == trainer.n_batches: self._is_through(trainer)
     if done and not handed: trainer.batch_num = done-1 # Nothing was left but the end of this pass
     self._last = self._walked = None
-    if self._batches != trainer.n_batches: self._is_through(trainer)
 
 _OTHER_BATCHES = ('`{}` has handed on {} batches, but {} were trained: a callback with a higher `order` '
                   'splits, joins or keeps them back, so what is saved in the middle of an epoch '
@@ -178,10 +194,6 @@ def _warn_of_order(self, trainer, handed):
     name = callback_name(self)
     warn(_OTHER_BATCHES.format(name, handed, trainer.batch_num+1, int(self.order)))
     return True
-
-@patch
-def _is_through(self:ResumingCB, trainer):
-    with _named(self, trainer): self._pass_over(trainer)
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #ad1d1e74
 def between_passes(trainer):

@@ -170,6 +170,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _planned=None, # What `total_updates` said last in this fit
         _made_for=(None,), # In a fit the model that it began to train; in a tuple it is no part of the run
         _lengths=[], # How many batches each training pass of this fit was to have
+        _resuming=[], # Functions of whoever resumes this fit, for `passes_left`
         _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
@@ -235,7 +236,7 @@ def _free(trainer, with_grad):
     "Let another fit begin"
     trainer._training = trainer.exception = None
     trainer._split = object(),None,None
-    trainer._made_for = None,
+    trainer._made_for,trainer._resuming = (None,),[]
     trainer.epochs = range(getattr(trainer, 'n_epochs', 0)) # Without what callbacks have wrapped around
     forget(trainer, 'batches')
     trainer._guests = [cb for cb in trainer._guests if is_in(cb, trainer.callbacks)]
@@ -309,7 +310,7 @@ def one_fit(
         trainer.n_updates,trainer.stop_reason,trainer._planned = 0,None,None
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)
-        trainer._made_for,trainer._lengths = (trainer.model,),[]
+        trainer._made_for,trainer._lengths,trainer._resuming = (trainer.model,),[],[]
         trainer.plan.last_cancel = None,None,None
         trainer.plan.training = bool(train) # Until the first pass
         _build_plan(trainer)

@@ -192,6 +192,16 @@ def one_pass(
         if steps: steps.close()
         if not trainer._fitting: trainer._training = None
 
+def passes_left(
+    trainer, # Has begun an epoch
+    train:bool, # Is there a training pass?
+    valid:bool, # Is there a validation pass?
+): # True for a pass that trains, False for one that validates
+    "The passes of this epoch; whoever resumes a run leaves out what was over before"
+    passes = [True]*bool(train) + [False]*bool(valid)
+    for left_of in trainer._resuming: passes = left_of(trainer, passes)
+    return passes
+
 # %% ../../nbs/loop/24_passes.ipynb #e38d17d9
 class SetBy:
     "An attribute that is written by a function of the trainer and the new value"

@@ -20,8 +20,8 @@ from .handlers import has_own_ways
 from .history import History
 from .methods_on_demand import bring_later
 from .new_trainer import check_new_trainer, explain_arguments
-from .passes import SetBy, another_loader, checked_epochs, held_in, one_pass
-from .passes import other_batches, planned_updates, split_batch, still_holds, until_over
+from .passes import SetBy, another_loader, checked_epochs, held_in, one_pass, other_batches
+from .passes import passes_left, planned_updates, split_batch, still_holds, until_over
 from .plan import Plan
 from .ranks import Ranks
 from .running import run_alone, run_chain
@@ -86,8 +86,7 @@ class Trainer(ByName):
         if self.stop_reason is not None: return # Somebody asked in `before_fit`
         for self.epoch in self.epochs:
             self.history.start_epoch(self.epoch)
-            if train: self.one_epoch(True)
-            if valid: self.one_epoch(False)
+            for training in passes_left(self, train, valid): self.one_epoch(training)
             self.run_callbacks('log')
             if self.stop_reason is not None: break
 

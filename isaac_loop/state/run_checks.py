@@ -15,6 +15,7 @@ from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .run_parts import bare, differing, loaders_of, opts_made, parts_of
 from .run_parts import stateful_callbacks, with_empty
+from .run_state import is_in_pass
 
 # %% ../../nbs/state/64_run_checks.ipynb #7fe1da1a
 _NO_RUN = ('`{}` holds no run that `CheckpointCB` or `trainer.save` wrote, so nothing can go on from it. '
@@ -52,7 +53,7 @@ def _faults(state):
     opts,position = (state[o] if isinstance(state[o], dict) else {} for o in ('opts', 'position'))
     yield from _lacking(opts, {name: dict(state=dict, param_groups=list) for name in opts}, "state['opts']")
     if 'world_size' in state: yield from _of_processes(state)
-    if position.get('batches'): yield from _lacking(state, dict(pass_start=dict(generators=dict, **_RANDOM)))
+    if is_in_pass(position): yield from _lacking(state, dict(pass_start=dict(generators=dict, **_RANDOM)))
 
 def _of_processes(state):
     "What is wrong with what other processes have left beside main's"
@@ -115,7 +116,7 @@ def _has_others(trainer, state, name):
 # %% ../../nbs/state/64_run_checks.ipynb #6334891c
 def _lengths(trainer, state):
     "A training loader with another number of batches, in the middle of an epoch"
-    if not state['position']['batches'] or 'train' in state['loaders']: return
+    if not is_in_pass(state['position']) or 'train' in state['loaders']: return
     saved,now = state['position']['n_batches'],n_batches(getattr(trainer.dls, 'train', None))
     if saved != now: yield f'`dls.train`: it had {saved} batches, and has {now}'
 
@@ -128,7 +129,7 @@ def _loader_kinds(trainer, state):
     "A training loader that keeps its position in another way, or no longer, or only now"
     saved,now = state['loaders'].get('train'),loaders_of(trainer).get('train')
     was,here = _kind_of(saved),_kind_of(None if now is None else now.state_dict())
-    matters = state['position']['batches'] or None not in (saved, now)
+    matters = is_in_pass(state['position']) or None not in (saved, now)
     if was != here and matters: yield f'`dls.train`: it was {was}, and is {here}'
 
 _HALF_AN_EPOCH = 'in the middle of an epoch samples would be left out and others come twice'
@@ -141,7 +142,7 @@ def _changed(was, now, names):
 
 def _orders(trainer, state):
     "In the middle of an epoch, a training loader that would go on with other rows than those which are left"
-    if not state['position']['batches']: return
+    if not is_in_pass(state['position']): return
     loader = loaders_of(trainer).get('train')
     if loader is None: was,now,names = _saved_data(state, 'train'),data_of(trainer).get('train', {}),_BATCHES
     else:

@@ -93,6 +93,12 @@ def _position(trainer, epoch, batches, finished):
                 n_batches=n_batches(getattr(trainer.dls, 'train', None)),
                 model_trains=bool(getattr(trainer.model, 'training', False)))
 
+def is_in_pass(
+    position:dict, # Of a saved run
+)->bool: # If not, it goes on between two passes
+    "Whether a run stands in a training pass, whose end has not been told"
+    return bool(position.get('batches')) and not position.get('trained')
+
 # %% ../../nbs/state/60_run_state.ipynb #fc877907
 def take_state(
     trainer, # Between two batches
@@ -246,7 +252,7 @@ def put_callbacks(
     for name,cb in stateful_callbacks(trainer).items():
         if name in state['callbacks']: _put_state_of(name, cb, from_plain(state['callbacks'][name]))
     own = getattr(trainer, '_own_state', None)
-    between = state.get('position', {}).get('batches') == 0
+    between = 'position' in state and not is_in_pass(state['position'])
     if own is not None and state.get('own'): own.put(trainer, state['own'], tell, between)
 
 def _put_state_of(name, callback, state):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from contextlib import suppress
 from itertools import count
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.averaging import EMACB, SWACB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.checkpoints.rewind import RewindCB
 from isaac_loop.stop.interrupts import InterruptCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
@@ -459,3 +461,180 @@ def test_the_last_window_of_a_stream_is_closed_in_a_run_that_goes_on_behind_its_
     with pytest.raises(KeyboardInterrupt):
         fit(run("cut"), 2, valid=valid, callbacks=last)
     same(whole, fit(run("cut"), 2, valid=valid))
+
+
+# ---- what the end of a training pass does is done once
+
+
+class EndsCB:
+    "Does at the end of a training pass what must not be done twice"
+
+    on_valid = False
+
+    def __init__(self):
+        self.ends = 0
+
+    def after_epoch(self, trainer):
+        self.ends += 1
+        trainer.opt.param_groups[0]["lr"] *= 0.5
+
+    @torch.no_grad()
+    def cleanup_epoch(self, trainer):
+        trainer.model[0].weight.add_(torch.randn(16, 8), alpha=0.01 * self.ends)
+        if self.ends == 2:
+            trainer.opt.state.clear()
+
+
+class RateCB:
+    "Lowers the rate whenever a pass begins"
+
+    def before_epoch(self, trainer):
+        trainer.opt.param_groups[0]["lr"] *= 0.9
+
+
+def in_pass(event, training, batch=None, epoch=1):
+    "Ctrl-C at an event of the training or the validation pass of an epoch"
+    where = training, epoch
+
+    def handler(trainer):
+        at_batch = batch is None or batch == trainer.batch_num
+        if (trainer.training, trainer.epoch) == where and at_batch and not trainer.interrupted:
+            press(trainer)
+
+    handler.__name__, handler.order = event, 60
+    return handler
+
+
+ENDS = {
+    "last training batch": lambda: in_pass("after_step", True, 4),
+    "end of the training pass": lambda: in_pass("after_epoch", True),
+    "cleanup of the training pass": lambda: in_pass("cleanup_epoch", True),
+    "beginning of validation": lambda: in_pass("before_epoch", False),
+    "first batch of validation": lambda: in_pass("after_predict", False, 0),
+    "last batch of validation": lambda: in_pass("after_batch", False, 1),
+    "end of validation": lambda: in_pass("after_epoch", False),
+    "first epoch": lambda: in_pass("after_batch", False, 0, 0),
+    "last epoch": lambda: in_pass("after_batch", False, 0, 2),
+}
+
+
+def exact_loaders():
+    return make_loaders(40)
+
+
+LOADERS = [exact_loaders, plain_loaders, exact_stream, plain_stream]
+
+
+def ended(folder, loaders, *more):
+    cbs = [BasicTrainCB(), MetricsCB(), EndsCB(), RateCB(), InterruptCB(), *more]
+    return make_trainer([*cbs, CheckpointCB(folder)], loaders())
+
+
+def all_of(trainer):
+    rates = [{k: x for k, x in o.items() if k != "params"} for o in trainer.opt.param_groups]
+    return result(trainer), rates, trainer.EndsCB.ends
+
+
+@pytest.mark.parametrize("moment", ENDS)
+@pytest.mark.parametrize("loaders", LOADERS)
+@pytest.mark.parametrize("window", [None, 2])
+def test_what_a_training_pass_does_at_its_end_is_done_once(moment, loaders, window, tmp_path):
+    "The rate was halved twice, a random number drawn twice, and the last window of a stream was used twice"
+
+    def run(name):
+        return ended(tmp_path / name, loaders, *([AccumulationCB(window)] if window else []))
+
+    whole = fit(run("whole"), 3)
+    first = run("cut")
+    with pytest.raises(KeyboardInterrupt):
+        fit(first, 3, callbacks=ENDS[moment]())
+    assert CheckpointStore(tmp_path / "cut", read_only=True).latest().step == first.n_updates
+    again = fit(run("cut"), 3)
+    same(whole, again)
+    assert all_of(again) == all_of(whole)
+
+
+def test_a_validation_pass_may_be_interrupted_again_and_again(tmp_path):
+    "The training pass before it is left out each time, whoever else goes on"
+    whole = fit(ended(tmp_path / "whole", plain_loaders, RewindCB()), 3)
+    begun = []
+
+    def before_epoch(trainer):
+        begun.append((trainer.epoch, trainer.training))
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            again = ended(tmp_path / "cut", plain_loaders, RewindCB())
+            fit(again, 3, callbacks=[before_epoch, ENDS["first batch of validation"]()])
+    assert begun[-2:] == [(1, False), (1, False)] and begun.count((1, True)) == 1
+    again = fit(ended(tmp_path / "cut", plain_loaders, RewindCB()), 3)
+    same(whole, again)
+    assert all_of(again) == all_of(whole)
+    again.rewind(2)
+    same(whole, fit(again, 3))
+
+
+def test_a_cancelled_training_pass_is_over_too(tmp_path):
+    "Nothing of it was saved; the next one begins with the first batch, wherever the loader was left"
+
+    class LeavesCB:
+        on_valid = False
+
+        def after_batch(self, trainer):
+            if trainer.batch_num == 2:
+                raise CancelEpochException("enough")
+
+    whole = fit(ended(tmp_path / "whole", exact_loaders, LeavesCB()), 3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(ended(tmp_path / "cut", exact_loaders, LeavesCB()), 3, callbacks=ENDS["first epoch"]())
+    assert CheckpointStore(tmp_path / "cut", read_only=True).latest().step == 3
+    again = fit(ended(tmp_path / "cut", exact_loaders, LeavesCB()), 3)
+    same(whole, again)
+    assert all_of(again) == all_of(whole)
+
+
+def test_a_run_that_was_stopping_stops_after_its_validation(tmp_path):
+    def after_step(trainer):
+        if (trainer.epoch, trainer.batch_num) == (1, 1):
+            trainer.request_stop("enough")
+
+    whole = fit(ended(tmp_path / "whole", exact_loaders), 3, callbacks=after_step)
+    with pytest.raises(KeyboardInterrupt):
+        fit(
+            ended(tmp_path / "cut", exact_loaders),
+            3,
+            callbacks=[after_step, ENDS["first batch of validation"]()],
+        )
+    again = fit(ended(tmp_path / "cut", exact_loaders), 3)
+    assert again.stop_reason == "enough" and again.epoch == 1
+    same(whole, again)
+
+
+def test_fewer_epochs_are_complete_when_the_last_was_interrupted_in_validation(tmp_path, capsys):
+    "There is nothing to go on with, and that is said"
+    first = ended(tmp_path, exact_loaders)
+    with pytest.raises(KeyboardInterrupt):
+        fit(first, 3, callbacks=ENDS["first batch of validation"]())
+    again = ended(tmp_path, exact_loaders)
+    again.fit(1, 0.02)
+    assert "complete already" in capsys.readouterr().out
+    assert torch.equal(first.model[0].weight, again.model[0].weight)
+
+
+def test_weights_written_in_an_interrupted_validation_are_named(tmp_path):
+    "They are not copied before it, so what was written comes twice; an average takes back what it puts in"
+
+    class ShrinksCB:
+        on_train = False
+
+        @torch.no_grad()
+        def before_epoch(self, trainer):
+            trainer.model[0].weight.mul_(0.9)
+
+    for cb in (ShrinksCB(), EMACB(0.9)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with pytest.raises(KeyboardInterrupt):
+                fit(ended(tmp_path / type(cb).__name__, exact_loaders, cb), callbacks=ENDS["first epoch"]())
+        named = [str(o.message) for o in told if "was written to in the validation pass" in str(o.message)]
+        assert len(named) == isinstance(cb, ShrinksCB) and all("`0.weight` of the model" in o for o in named)

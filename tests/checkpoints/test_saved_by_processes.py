@@ -182,7 +182,7 @@ class LowersCB:
 
 def run_windows(folder, window, *more):
     "Two epochs of seven batches, with a window that is open at their end"
-    callbacks = AccumulationCB(window), UnknownEndCB(), LowersCB(), EachBatchCB(folder)
+    callbacks = AccumulationCB(window), UnknownEndCB(), LowersCB(), InterruptCB(), EachBatchCB(folder)
     t = trainer(*callbacks, model=dropout_net())
     with suppress(KeyboardInterrupt):
         t.fit(2, lr=0.01, callbacks=more)
@@ -196,6 +196,25 @@ def test_a_window_that_was_open_behind_the_last_batch_is_closed_by_all_processes
     with pytest.raises(RuntimeError):
         in_processes(2, run_windows, tmp_path / "cut", window, GoneCB(0, 6, "after_epoch"))
     for again, then in zip(in_processes(2, run_windows, tmp_path / "cut", window), whole):
+        assert torch.equal(again[0], then[0]) and again[2] == then[2]
+        equal_histories(again[1], then[1])
+
+
+class CtrlCCB:
+    "Comes to one process in the last batch, and is known to all when the window has been closed"
+
+    def after_backward(self, trainer):
+        if (trainer.epoch, trainer.batch_num, rank()) == (0, 6, 1):
+            trainer.InterruptCB._note(signal.SIGINT)
+
+
+def test_what_the_end_of_a_pass_does_is_done_once_in_two_processes_too(tmp_path):
+    "They leave in the first validation batch, and go on there"
+    whole = in_processes(2, run_windows, tmp_path / "whole", 2)
+    in_processes(2, run_windows, tmp_path / "cut", 2, CtrlCCB())
+    position = CheckpointStore(tmp_path / "cut", read_only=True).load()[1]["position"]
+    assert (position["epoch"], position["batches"], position["n_updates"]) == (0, 7, 4)
+    for again, then in zip(in_processes(2, run_windows, tmp_path / "cut", 2), whole):
         assert torch.equal(again[0], then[0]) and again[2] == then[2]
         equal_histories(again[1], then[1])
 
