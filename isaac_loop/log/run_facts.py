@@ -17,7 +17,7 @@ from ..state.keeps_state import KeepsState
 from ..state.owners import unasked
 
 # %% ../../nbs/log/33_run_facts.ipynb #6193e29e
-_ABOUT_ITSELF = 'callbacks','stateless','on_ranks' # What it brings along, may forget, and where it runs
+_ABOUT_ITSELF = 'callbacks','stateless','on_ranks','batch_columns' # What it brings, may forget, writes
 _OF_A_RUN = 'frozen_for_now','evaluated','weights_swapped','n_averaged','gathered','hurried' # See `OFFERS`
 
 def settings(
