@@ -256,12 +256,20 @@ class PassEnd:
 
     def warn(self, trainer):
         "Name the weights that were written to since; averages put back what they take out"
-        now = {} if offering(trainer, 'weights_swapped') else _times_written(trainer)
+        now = {} if _swaps(trainer) else _times_written(trainer)
         names = [f'`{name}`' for name,n in now.items() if n != self.written.get(name, n)]
         if names: warn(_WRITTEN.format(', '.join(names[:5]) + ', and more,'*(len(names) > 5)))
 
 def _opts(trainer): return parts_of(trainer, optim.Optimizer).items()
-def _options(group): return plain({name: x for name,x in group.items() if name != 'params'})
+
+def _options(group):
+    "Rates and the like; a flag says how the weights of now stand, as of an optimizer that swaps averages in"
+    return plain({k: x for k,x in group.items() if k != 'params' and not isinstance(x, bool)})
+
+def _swaps(trainer):
+    "Whether weights are swapped for validation, by an average or by an optimizer with `eval` and `train`"
+    opts = [opt for _,opt in _opts(trainer) if hasattr(opt, 'eval') and hasattr(opt, 'train')]
+    return bool(opts or offering(trainer, 'weights_swapped'))
 
 def _times_written(trainer):
     "By name, how often each weight and buffer of the model was written to"

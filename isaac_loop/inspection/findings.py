@@ -41,6 +41,8 @@ class CheckFailed(ValueError):
         super().__init__(_FAILED.format('\n'.join(f'- {o}' for o in findings if o.spoils)))
         self.findings = findings
 
+    def __reduce__(self): return type(self),(self.findings,) # Its text is made of them
+
 # %% ../../nbs/inspection/15_findings.ipynb #3a9d5d0b
 def refuse_spoilt(
     findings, # Of `Finding`

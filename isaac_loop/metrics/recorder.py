@@ -86,7 +86,7 @@ class RecorderCB:
 
     def before_fit(self, trainer):
         "Forget what the last run left"
-        _check_alone(self, trainer)
+        if trainer.plan.training: _check_alone(self, trainer)
         self._history,self._fit = trainer.history,trainer.history.fit
         self._start()
 

@@ -12,6 +12,7 @@ from itertools import count
 import pytest
 import torch
 from torch import optim
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from isaac_loop.train.accumulation import AccumulationCB
@@ -25,6 +26,7 @@ from isaac_loop.schedule.schedules import OneCycleSchedulerCB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelEpochException, CancelFitException
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_trainer, result, same
@@ -638,3 +640,68 @@ def test_weights_written_in_an_interrupted_validation_are_named(tmp_path):
                 fit(ended(tmp_path / type(cb).__name__, exact_loaders, cb), callbacks=ENDS["first epoch"]())
         named = [str(o.message) for o in told if "was written to in the validation pass" in str(o.message)]
         assert len(named) == isinstance(cb, ShrinksCB) and all("`0.weight` of the model" in o for o in named)
+
+
+class Averaging(optim.SGD):
+    "Averages weights, and swaps them in by `eval` and out by `train`, as schedule-free optimizers do"
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["z"] = p.detach().clone()
+        self.param_groups[0]["train_mode"] = True
+
+    def swap(self, on, share):
+        if self.param_groups[0]["train_mode"] != on:
+            self.param_groups[0]["train_mode"] = on
+            for p in self.param_groups[0]["params"]:
+                self.write(p, share)
+
+    def write(self, p, share):
+        p.data.lerp_(self.state[p]["z"], share)
+
+    def eval(self):
+        self.swap(False, 1 - 1 / 0.9)
+
+    def train(self):
+        self.swap(True, 0.1)
+
+
+class Loud(Averaging):
+    "PyTorch sees that it writes"
+
+    @torch.no_grad()
+    def write(self, p, share):
+        p.lerp_(self.state[p]["z"], share)
+
+
+@pytest.mark.parametrize("opt_func", [Averaging, Loud])
+def test_an_optimizer_that_swaps_weights_for_validation_goes_on_with_the_right_ones(opt_func, tmp_path):
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    rows = list(zip(x, (x[:, 0] > 0).long()))
+
+    class SwapCB:
+        def before_epoch(self, trainer):
+            trainer.opt.train() if trainer.training else trainer.opt.eval()
+
+    def made(folder):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(4, 2)
+        dls = DataLoaders(exact_loader(rows, 10, seed=1), exact_loader(rows, 10, shuffle=False))
+        callbacks = [BasicTrainCB(), MetricsCB(show=False), SwapCB(), InterruptCB(), CheckpointCB(folder)]
+        return Trainer(dls, F.cross_entropy, opt_func, model, callbacks)
+
+    def after_batch(trainer):
+        if not trainer.training and (trainer.epoch, trainer.batch_num) == (1, 2):
+            trainer.InterruptCB._note(signal.SIGINT)
+
+    whole = made(tmp_path / "whole")
+    whole.fit(3, lr=0.1)
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "cut").fit(3, lr=0.1, callbacks=after_batch)
+    again = made(tmp_path / "cut")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.fit(3, lr=0.1)
+    assert all(map(torch.equal, whole.model.parameters(), again.model.parameters()))
+    assert again.history["valid_loss"] == whole.history["valid_loss"]

@@ -5,6 +5,7 @@ Every planted fault is found by name; nothing is found in any callback of the li
 
 import copy
 import io
+import pickle
 import warnings
 from contextlib import redirect_stdout
 from types import SimpleNamespace
@@ -20,10 +21,10 @@ from isaac_loop import Trainer, replaces
 from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB
 from isaac_loop.callbacks import DeviceCB, EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
 from isaac_loop.data import DataLoaders
-from isaac_loop.inspection import CheckFailed
+from isaac_loop.inspection import CheckFailed, Findings
 from isaac_loop.loop.events import CancelBatchException, CancelStepException, Order
 from isaac_loop.loop.numbers_on_device import DeviceNumbers
-from isaac_loop.loop.plan_checks import plan_findings
+from isaac_loop.loop.plan_checks import Finding, plan_findings
 from isaac_loop.recipes import CoreCBs
 from working import WORKING, images_trainer, working
 
@@ -1001,3 +1002,11 @@ class TrainsAnother:
 def test_an_optimizer_of_a_callback_is_no_step_of_the_trainers():
     trainer = images_trainer([BasicTrainCB(), TrainsAnother()])
     assert "never_cleared" not in found_in(trainer) + found_in(trainer, batches=3)
+
+
+def test_what_was_found_comes_back_from_another_process():
+    "An error that cannot be read again would break a pool of processes"
+    found = Findings([Finding("double_step", "Two steps.", spoils=True)], batches=3)
+    error = pickle.loads(pickle.dumps(CheckFailed(found)))
+    assert str(error) == str(CheckFailed(found)) and [o.name for o in error.findings] == ["double_step"]
+    assert str(copy.deepcopy(error)) == str(error)

@@ -306,3 +306,11 @@ def test_numbers_of_other_types_stay_what_they_are_when_blocks_are_joined():
     trainer = make_trainer(RecorderCB(found=value), n=130)
     trainer.fit(1, valid=False)
     assert trainer.history.batches["found"] == [1000 + i if i < 64 else 0.5 for i in range(130)]
+
+
+def test_a_fit_without_training_refuses_no_column_of_training_batches():
+    trainer = make_trainer(ClipGradCB(1.0), RecorderCB(grad_norm=lambda t: 1.0))
+    trainer.dls.valid = trainer.dls.train
+    trainer.fit(1, train=False)
+    with pytest.raises(ValueError, match="both write the column `grad_norm`"):
+        trainer.fit(1)
