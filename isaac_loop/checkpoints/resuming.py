@@ -145,12 +145,18 @@ def before_epoch(self:ResumingCB, trainer):
     if self._batches: trainer.start_batch = self._batches
     trainer.batches = self._pass(trainer, trainer.batches)
 
+_OWN_FIT = ('The run was interrupted in a validation pass, and `{}._fit` begins that epoch with training, '
+            'which would be done twice. Let it walk `for training in passes_left(self, train, valid)`, as '
+            'the usual `_fit` does, or go on from an earlier checkpoint.')
+
 @patch
 def _resumes_in(self:ResumingCB, trainer):
     "Batches of this pass that were done before"
     if self._found is None: return 0
     position = self._found[1]['position']
-    return position['batches'] if trainer.epoch == position['epoch'] else 0
+    is_here = trainer.epoch == position['epoch']
+    if is_here and position.get('trained'): raise ResumeMismatch(_OWN_FIT.format(type(trainer).__name__))
+    return position['batches'] if is_here else 0
 
 @patch
 def _pass(self:ResumingCB, trainer, batches):

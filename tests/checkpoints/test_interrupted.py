@@ -26,8 +26,10 @@ from isaac_loop.schedule.schedules import OneCycleSchedulerCB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import CancelEpochException, CancelFitException
+from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.state.errors import ResumeMismatch
 from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_trainer, result, same
 from places import PATHS, ROOT
@@ -705,3 +707,28 @@ def test_an_optimizer_that_swaps_weights_for_validation_goes_on_with_the_right_o
         again.fit(3, lr=0.1)
     assert all(map(torch.equal, whole.model.parameters(), again.model.parameters()))
     assert again.history["valid_loss"] == whole.history["valid_loss"]
+
+
+def test_a_fit_of_ones_own_that_would_train_an_epoch_twice_is_refused(tmp_path):
+    class Own(Trainer):
+        @with_cbs("fit", CancelFitException)
+        def _fit(self, train, valid):
+            for self.epoch in self.epochs:
+                self.history.start_epoch(self.epoch)
+                self.one_epoch(True)
+                self.one_epoch(False)
+                self.run_callbacks("log")
+
+    def after_batch(trainer):
+        if not trainer.training and trainer.epoch == 1:
+            trainer.InterruptCB._note(signal.SIGINT)
+
+    def made(cls):
+        dls = DataLoaders(*[[(torch.ones(2, 3), torch.ones(2, 1))] * 3] * 2)
+        callbacks = [BasicTrainCB(), InterruptCB(), CheckpointCB(tmp_path)]
+        return cls(dls, F.mse_loss, optim.SGD, torch.nn.Linear(3, 1), callbacks)
+
+    with pytest.raises(KeyboardInterrupt):
+        made(Trainer).fit(3, lr=0.1, callbacks=after_batch)
+    with pytest.raises(ResumeMismatch, match="`Own._fit` begins that epoch with training"):
+        made(Own).fit(3, lr=0.1)
