@@ -108,6 +108,12 @@ def columns(self:EvaluatorCB, trainer)->list: # One with `_*` at its end: furthe
     starts = [''] + ['start_']*self.at_start
     return [f'{start}{name}_{column}' for start in starts for name in self.sets for column in names]
 
+@patch(as_prop=True)
+def batch_columns(self:EvaluatorCB)->list: # Names, as far as they are known before
+    "The columns of batches that this callback will write into the history"
+    names = [*self._pass.metrics, *['loss']*self.with_loss, 'seconds']*(self.updates is not None)
+    return [f'{name}_{column}' for name in self.sets for column in names]
+
 @patch
 def before_fit(self:EvaluatorCB, trainer):
     "Forget the last run, and look at names and data"

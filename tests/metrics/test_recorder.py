@@ -12,6 +12,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode
 
+from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
 from isaac_loop.train.clipping import ClipGradCB
@@ -314,3 +315,12 @@ def test_a_fit_without_training_refuses_no_column_of_training_batches():
     trainer.fit(1, train=False)
     with pytest.raises(ValueError, match="both write the column `grad_norm`"):
         trainer.fit(1)
+
+
+def test_a_column_of_an_evaluator_is_not_hidden_by_a_recorder():
+    "One that evaluates at the end of epochs writes none beside the batches"
+    recorder = RecorderCB(eval_loss=lambda t: 7.0)
+    rows = [(torch.ones(2, 2), torch.ones(2, 1))]
+    with pytest.raises(ValueError, match="both write the column `eval_loss`"):
+        make_trainer(EvaluatorCB(rows, updates=1), recorder).fit(1, valid=False)
+    make_trainer(EvaluatorCB(rows), recorder).fit(1, valid=False)
