@@ -15,9 +15,9 @@ MUTANTS = [
     ),
     Mutant(
         "what the last call of a chain brings is not asked",
-        "run_chain",
-        "if not chain.changed: return",
-        "return",
+        "walk",
+        "if chain.changed: rest = chain.rest_after_change(0)",
+        "pass",
         ["test_a_chain_is_the_same_as_one_event_after_the_other"],
     ),
     Mutant(
@@ -30,9 +30,30 @@ MUTANTS = [
     Mutant(
         "a `run_callbacks` of one's own is not asked",
         "has_own",
-        "getattr(cls, name) is not cls._usual_methods[name]",
+        "getattr(cls, name, None) is not cls._usual_methods.get(name)",
         "False",
         ["test_a_run_callbacks_of_ones_own_is_asked_for_every_step"],
+    ),
+    Mutant(
+        "a batch walks along the chain of the batch before, whatever has changed",
+        "in_ready_span",
+        "if chain.changed: chain",
+        "if not chain.names: chain",
+        ["test_a_chain_that_has_changed_is_made_anew_once"],
+    ),
+    Mutant(
+        "a `one_batch` that was put on a trainer is left out",
+        "ready_batch",
+        "'one_batch' not in vars(trainer)",
+        "True",
+        ["test_a_one_batch_of_ones_own_is_called_wherever_it_was_put"],
+    ),
+    Mutant(
+        "a `split` of one's own is not asked by the steps",
+        "takes_first",
+        "return False",
+        "pass",
+        ["test_a_split_of_ones_own_is_asked_wherever_it_was_put"],
     ),
     Mutant(
         "cleanups of those who left come in the wrong order",

@@ -172,6 +172,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _lengths=[], # How many batches each training pass of this fit was to have
         _resuming=[], # Functions of whoever resumes this fit, for `passes_left`
         _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
+        _first_is_input=False, # In a pass: do `dls` say no more of a batch, and is `split` the usual one?
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
         _aside={}, # Random numbers of the last run on the side: where they began, and where they ended

@@ -38,7 +38,7 @@ def has_own(
 )->bool:
     "Whether one of these was exchanged, by a subclass or in the class itself"
     cls = type(trainer)
-    return any(getattr(cls, name) is not cls._usual_methods[name] for name in names)
+    return any(getattr(cls, name, None) is not cls._usual_methods.get(name) for name in names)
 
 def has_own_batch(
     trainer, # Of any class

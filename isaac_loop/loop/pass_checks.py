@@ -142,3 +142,16 @@ def _wanting(model):
     "Which parameters want gradients"
     if not isinstance(model, torch.nn.Module): return set()
     return {id(p) for p in model.parameters() if p.requires_grad}
+
+# %% ../../nbs/loop/37_pass_checks.ipynb #e606257c
+_LATE_SPLIT = ('What of a batch is input was said anew in the middle of a pass, by `dls`, `n_inp` or '
+               '`split`, and counts from the next pass on: in this one the first entry of each tuple went '
+               'into the model. Say it before the fit, or in `before_epoch`.')
+
+def warn_of_late_split(
+    trainer, # A pass has ended
+):
+    "Warn, once, that inputs and targets were told apart as before"
+    if 'split' in trainer.plan.told: return
+    trainer.plan.told.add('split')
+    warn(_LATE_SPLIT)

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 from ..basics.tensors import SEQUENCES
 from . import advice, pass_checks
-from .handlers import has_own_batch
+from .handlers import has_own, has_own_batch
 
 # %% ../../nbs/loop/24_passes.ipynb #1d6d52a7
 def n_batches(
@@ -93,6 +93,7 @@ def until_over(
     "The batches of this pass, to its end"
     source = trainer._source
     source.begun,source.first = True,trainer.start_batch
+    trainer._first_is_input = takes_first(trainer)
     pass_checks.warn_of_late_loader(trainer)
     pass_checks.warn_of_late_model(trainer)
     return iter(source) if trainer.batches is source else _until_over(trainer.batches, source)
@@ -153,6 +154,31 @@ def parts_of(
     try: return split(batch)
     except advice.NoSplit: return (batch,),()
 
+# %% ../../nbs/loop/24_passes.ipynb #3d20b34f
+def inputs_of(
+    trainer, # In a batch
+)->tuple:
+    "The first of what `trainer.split` says of this batch"
+    batch = trainer.batch
+    if trainer._first_is_input and type(batch) is tuple and batch: return batch[:1]
+    return trainer.split(batch)[0]
+
+def targets_of(
+    trainer, # In a batch
+)->tuple:
+    "The second of what `trainer.split` says of this batch"
+    batch = trainer.batch
+    if trainer._first_is_input and type(batch) is tuple and batch: return batch[1:]
+    return trainer.split(batch)[1]
+
+def takes_first(
+    trainer, # Of any class
+)->bool:
+    "Is the first entry of a batch its input, without anybody having said so?"
+    dls = trainer.dls
+    if has_own(trainer, 'split') or 'split' in vars(trainer): return False
+    return getattr(dls, 'n_inp', 1) == 1 and getattr(dls, 'split', None) is None
+
 # %% ../../nbs/loop/24_passes.ipynb #6de0b4e8
 def forget(
     trainer, # Loses attributes
@@ -186,9 +212,10 @@ def one_pass(
         trainer.history.epochs_trained += training
         if steps: pass_checks.warn_of_own_batch(trainer, n_updates, steps)
         pass_checks.warn_of_more_updates(trainer)
+        if trainer._first_is_input and not takes_first(trainer): pass_checks.warn_of_late_split(trainer)
     finally:
         trainer._source.leave()
-        trainer.plan.uses_chains = False
+        trainer.plan.uses_chains = trainer._first_is_input = False
         if steps: steps.close()
         if not trainer._fitting: trainer._training = None
 

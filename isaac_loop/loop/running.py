@@ -88,6 +88,8 @@ def rest_after_error(self:Chain,
     calls, # The iterator that was walking along
 )->Rest: # None if `error` goes on its way
     "What is still to be done after `error`"
+    if isinstance(error, PlanChanged): # The call that said so stands for another
+        return self.rest_after_change(calls.__length_hint__() + 1)
     i = len(self.whole) - 1 - calls.__length_hint__()
     if i < 0: return None # Ctrl-C came before the first
     place = self.places[i]
@@ -113,6 +115,14 @@ def chain_of(
     if chains is not plan.chains: chain.change() # A signal has changed the plan in the meantime
     return chain
 
+def known_chain(
+    plan, # Keeps the chain until it changes
+    names:tuple, # Of events
+)->Chain:
+    "As `chain_of`, which is asked once"
+    chain = plan.chains.get(names)
+    return chain_of(plan, names) if chain is None else chain
+
 # %% ../../nbs/loop/16_running.ipynb #73e199da
 def run_alone(
     trainer, # Has a `plan`
@@ -133,18 +143,21 @@ def run_chain(
     names:tuple, # Of events
 ):
     "Run several events, by one chain of calls"
-    plan = trainer.plan
-    chain = plan.chains.get(names)
-    if chain is None: chain = chain_of(plan, names)
-    calls,rest,n_left = iter(chain),None,0
+    walk(trainer, known_chain(trainer.plan, names))
+
+def walk(
+    trainer, # Passed to every call
+    chain:Chain, # May change on the way
+):
+    "Make the calls of `chain`, one behind the other"
+    calls,rest = iter(chain),None
     try:
         for call in calls: call(trainer)
-        if not chain.changed: return
-    except PlanChanged: n_left = calls.__length_hint__()+1 # The one that said so stands for another
+        if chain.changed: rest = chain.rest_after_change(0)
     except BaseException as error:
         rest = chain.rest_after_error(error, trainer, calls)
         if rest is None: raise
-    finish_chain(trainer, rest or chain.rest_after_change(n_left), chain.in_step)
+    if rest is not None: finish_chain(trainer, rest, chain.in_step)
 
 def finish_chain(
     trainer, # Has a `plan`

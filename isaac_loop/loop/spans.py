@@ -10,7 +10,8 @@ from functools import wraps
 
 from . import notes
 from .events import CancelException, SPANS, Span, STEPS, stops_at
-from .running import EventNames, run_event, run_chain
+from .handlers import has_own_batch, has_own_ways
+from .running import Chain, EventNames, known_chain, run_event, run_chain, walk
 
 # %% ../../nbs/loop/18_spans.ipynb #7d85025c
 def in_span(
@@ -39,7 +40,7 @@ def in_span(
             if plan[cleanup] or plan.leaving: close_span(trainer, span)
             else: plan.spans.pop()
             return result
-    wrapped.span = span
+    wrapped.span,wrapped.names = span,names
     return wrapped
 
 # %% ../../nbs/loop/18_spans.ipynb #c976837a
@@ -119,3 +120,37 @@ def in_one_chain(
     f,span = method.__wrapped__,method.span
     names = {training: [span.before, *events_of(f, training), span.after] for training in (True, False)}
     return in_span(f, span, {training: EventNames(found) for training,found in names.items()})
+
+# %% ../../nbs/loop/18_spans.ipynb #35c0ba53
+_NONE_YET = Chain((), [])
+_NONE_YET.changed = True
+
+def ready_batch(
+    trainer, # Begins to walk over the batches of a pass
+): # A function without arguments
+    "`trainer.one_batch`, to be called for each batch; what the usual one needs is looked up beforehand"
+    plan,method = trainer.plan,type(trainer).one_batch
+    plan.uses_chains = not has_own_ways(trainer)
+    is_usual = plan.uses_chains and not has_own_batch(trainer) and 'one_batch' not in vars(trainer)
+    return in_ready_span(trainer, method.span, method.names[plan.training]) if is_usual else trainer.one_batch
+
+def in_ready_span(
+    trainer, # Has a `plan` that stays the same object
+    span:Span, # Around the chain
+    names:EventNames, # Of all events from `before_` to `after_`
+):
+    "A function that opens `span`, walks along the chain of `names`, and closes it"
+    plan,spans = trainer.plan,trainer.plan.spans
+    cleanup,chain = span.cleanup,_NONE_YET
+    def run_span():
+        nonlocal chain
+        try:
+            spans.append(span)
+            if chain.changed: chain = known_chain(plan, names)
+            walk(trainer, chain)
+        except BaseException as error:
+            if not close_span(trainer, span, error): raise
+        else:
+            if plan[cleanup] or plan.leaving: close_span(trainer, span)
+            else: spans.pop()
+    return run_span

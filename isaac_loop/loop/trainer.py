@@ -16,7 +16,6 @@ from . import advice, notes
 from .callback_list import ByName, exchanged
 from .events import CancelBatchException, CancelEpochException, CancelFitException
 from .fitting import one_fit, private_state
-from .handlers import has_own_ways
 from .history import History
 from .methods_on_demand import bring_later
 from .new_trainer import check_new_trainer, explain_arguments
@@ -26,7 +25,7 @@ from .plan import Plan
 from .ranks import Ranks
 from .running import run_alone, run_chain
 from .shared_attributes import DEFAULTS
-from .spans import in_one_chain, with_cbs
+from .spans import in_one_chain, ready_batch, with_cbs
 
 # %% ../../nbs/loop/20_trainer.ipynb #f13da941
 class Trainer(ByName):
@@ -98,11 +97,11 @@ class Trainer(ByName):
 
     @with_cbs('epoch', CancelEpochException)
     def _one_epoch(self):
-        self.plan.uses_chains = not has_own_ways(self)
+        one_batch = ready_batch(self)
         for self.batch_num,self.batch in enumerate(until_over(self), self.start_batch):
             self.preds = self.loss = None # There may be none yet, and `del` needs some
             del self.preds,self.loss # Gone before the next forward pass needs the memory
-            self.one_batch()
+            one_batch()
         advice.check_some_batch(self)
 
     @in_one_chain
@@ -165,12 +164,12 @@ def split(self:Trainer,
     batch # What the loader gave
 )->tuple: # A tuple of inputs, and a tuple of targets
     "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is then asked each time"
-    dls = self.dls
-    one_input = getattr(dls, 'n_inp', 1) == 1 and getattr(dls, 'split', None) is None
-    if one_input and type(batch) is tuple and batch: return batch[:1],batch[1:] # Quicker than to remember
+    if self._first_is_input and type(batch) is tuple and batch: return batch[:1],batch[1:] # In most passes
     known,held,found = self._split
     if known is batch and (held is None or still_holds(batch, held)): return found
-    found = split_batch(dls, batch) # This may change the batch
+    found = split_batch(self.dls, batch) # This may change the batch
     held = None if type(batch) is tuple else held_in(batch) # A tuple stays as it is
     self._split = batch,held,found
     return found
+
+Trainer._usual_methods['split'] = Trainer.split

@@ -12,6 +12,7 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelFitException, Order
+from ..loop.passes import inputs_of, targets_of
 from .closures import needs_closure, plain_steps, refuse_closure, step_with_closure
 from .failed_steps import reasons
 
@@ -22,11 +23,11 @@ class BasicTrainCB:
 
     def predict(self, trainer):
         "Run the model on the inputs"
-        trainer.preds = trainer.model(*trainer.split(trainer.batch)[0])
+        trainer.preds = trainer.model(*inputs_of(trainer))
 
     def get_loss(self, trainer):
         "Compare predictions with targets"
-        trainer.loss = trainer.loss_func(trainer.preds, *trainer.split(trainer.batch)[1])
+        trainer.loss = trainer.loss_func(trainer.preds, *targets_of(trainer))
 
     def backward(self, trainer):
         "Compute the gradients of the loss"

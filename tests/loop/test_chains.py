@@ -1,6 +1,7 @@
 "The calls of a batch stand in one chain: nobody can tell that from running one event after the other."
 
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -11,8 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop import running
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
-from isaac_loop.loop.events import CancelStepException, STEPS
+from isaac_loop.loop.events import CancelStepException, Order, STEPS
+from isaac_loop.loop.passes import targets_of
 from isaac_loop.loop.running import run_event
 from isaac_loop.loop.spans import in_span
 from isaac_loop.loop.trainer import Trainer
@@ -158,6 +162,101 @@ def test_a_run_callbacks_that_somebody_puts_in_its_place_is_asked(monkeypatch):
 
         trainer.fit(1, callbacks=before_epoch, valid=False)
         assert asked[:2] == [("predict", "get_loss"), ("backward", "step", "zero_grad")], place
+
+
+@pytest.mark.parametrize("place", ["subclass", "class", "instance"])
+def test_a_one_batch_of_ones_own_is_called_wherever_it_was_put(monkeypatch, place):
+    seen, usual = [], Trainer.one_batch
+
+    @functools.wraps(usual)  # Which takes over what the usual one has for its chain
+    def watched(self):
+        seen.append(self.batch_num)
+        return usual(self)
+
+    own = type("Own", (Trainer,), dict(one_batch=watched)) if place == "subclass" else Trainer
+    trainer = trainer_with(cls=own, n=3)
+    if place == "class":
+        monkeypatch.setattr(Trainer, "one_batch", watched)
+    if place == "instance":
+        trainer.one_batch = watched.__get__(trainer)
+    trainer.fit(1, valid=False)
+    assert seen == [0, 1, 2] and trainer.n_updates == 3
+
+
+@pytest.mark.parametrize("place", ["subclass", "class", "instance", "loaders"])
+def test_a_split_of_ones_own_is_asked_wherever_it_was_put(monkeypatch, place):
+    asked = []
+
+    def halves(batch):
+        asked.append(batch)
+        return batch[:1], tuple(2 * y for y in batch[1:])
+
+    own = type("Own", (Trainer,), dict(split=lambda self, batch: halves(batch)))
+    trainer, usual = trainer_with(cls=own if place == "subclass" else Trainer, n=3), trainer_with(n=3)
+    trainer.model, trainer.dls.train = copy.deepcopy(usual.model), usual.dls.train
+    if place == "class":
+        monkeypatch.setattr(Trainer, "split", lambda self, batch: halves(batch))
+    if place == "instance":
+        trainer.split = halves
+    if place == "loaders":
+        trainer.dls.split = halves
+    trainer.fit(1, valid=False)
+    assert asked
+    monkeypatch.undo()
+    doubled = SimpleNamespace()
+    doubled.before_batch = lambda trainer: setattr(trainer, "batch", (trainer.batch[0], 2 * trainer.batch[1]))
+    usual.fit(1, callbacks=doubled, valid=False)
+    assert trainer.model.weight.equal(usual.model.weight)
+
+
+@pytest.mark.parametrize("says_more", [True, False])
+def test_an_evaluation_leaves_the_way_to_tell_inputs_from_targets(says_more):
+    trainer, seen = trainer_with(n=4), []
+    if says_more:
+        trainer.dls.split = lambda batch: (batch[:1], tuple(2 * y for y in batch[1:]))
+
+    def after_batch(trainer):
+        if trainer.batch_num == 1:
+            trainer.validate(DataLoaders(None, trainer.dls.valid).valid)
+        seen.append(trainer._first_is_input)
+
+    after_batch.order = Order.RECORD
+    trainer.fit(1, callbacks=after_batch, valid=False)
+    assert seen == [not says_more] * 4 and not trainer._first_is_input
+
+
+def test_loaders_that_say_more_in_the_middle_of_a_pass_are_heard_in_the_next():
+    trainer, seen = trainer_with(n=2), []
+
+    def before_batch(trainer):
+        trainer.dls.split = lambda batch: (batch[:1], tuple(2 * y for y in batch[1:]))
+
+    def after_batch(trainer):
+        seen.append(targets_of(trainer)[0].equal(trainer.batch[1]))
+
+    with pytest.warns(UserWarning, match="counts from the next pass on") as told:
+        trainer.fit(2, callbacks=[before_batch, after_batch], valid=False)
+    assert seen == [True, True, False, False]
+    assert len([o for o in told if "counts from the next pass on" in str(o.message)]) == 1
+
+
+def test_a_chain_that_has_changed_is_made_anew_once(monkeypatch):
+    made, usual = [], running.chain_of
+
+    def counted(plan, names):
+        made.append(names[0])
+        return usual(plan, names)
+
+    monkeypatch.setattr(running, "chain_of", counted)
+    seen = []
+    late = SimpleNamespace(name="late", after_batch=lambda trainer: seen.append(trainer.batch_num))
+
+    def before_batch(trainer):
+        if trainer.batch_num == 2:
+            trainer.add_callbacks(late)
+
+    trainer_with(n=6).fit(1, callbacks=before_batch, valid=False)
+    assert seen == [2, 3, 4, 5] and made.count("before_batch") == 2
 
 
 def test_chains_hear_of_changes_however_many_there_are():

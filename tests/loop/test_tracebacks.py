@@ -115,7 +115,7 @@ def test_an_error_of_the_loop_itself_keeps_its_last_line():
 
 def test_an_environment_variable_shows_every_line(monkeypatch):
     monkeypatch.setenv("ISAAC_LOOP_FULL_TRACEBACK", "1")
-    assert {"fit", "_fit", "run_chain"} <= set(way_of(failed(FailingNet(4, 1))))
+    assert {"fit", "_fit", "run_span"} <= set(way_of(failed(FailingNet(4, 1))))
 
 
 def test_an_optimizer_that_cannot_be_made_shows_its_own_line():
