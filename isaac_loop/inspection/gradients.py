@@ -19,6 +19,7 @@ from ..loop.batch_record import as_tensor
 from ..models.hooks import find_parameters
 from ..show.media_files import check_format
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
+from ..loop.shared_attributes import check_columns
 from ..show.curves import plot_lines, recorded
 from ..show.many_layers import a_few, label_panels, panels
 from ..basics.tables import Table
@@ -96,6 +97,7 @@ class GradientStatsCB:
 
     def before_fit(self, trainer):
         "Forget the last run, and find the parameters"
+        check_columns(self, self.batch_columns, trainer)
         named = find_parameters(trainer.model, self.module_filter)
         self.stats,self._total = {name: GradientStats() for name in named},DeviceRecord()
         self._named = lambda: named # A function, so that a copy of this callback does not copy the weights

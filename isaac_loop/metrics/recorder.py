@@ -15,10 +15,10 @@ from fastcore.basics import patch
 from ..basics.figures import whole_ticks, quiet
 from ..basics.settings import show_settings
 from ..basics.old_names import old_words
-from ..loop.events import Order, callback_name
+from ..loop.events import Order
 from ..loop.numbers_on_device import number_here, one_number
 from ..loop.pass_numbers import PassNumbers
-from ..loop.shared_attributes import offering
+from ..loop.shared_attributes import check_columns
 from .losses import ended_in_error
 from ..loop.batch_record import BatchRecord
 from ..state.errors import ResumeMismatch
@@ -50,16 +50,9 @@ def _check_functions(functions):
         if not callable(f): raise TypeError(_NO_FUNCTION.format(name, f))
         if name in BatchRecord.place: raise ValueError(_TAKEN.format(name))
 
-_BOTH = ('`{}` and `{}` both write the column `{}` of training batches, so one would hide the other. '
-         'Record it under another name.')
-
-def _check_alone(recorder, trainer):
-    "Refuse columns that another callback writes as well; the loss is the same in both"
-    mine = [name for name,f in recorder.functions.items() if not (name == 'loss' and _gives_loss(f))]
-    for other in offering(trainer, 'batch_columns') if mine else ():
-        if other is recorder or getattr(other, 'on_train', True) is False: continue
-        taken = [name for name in other.batch_columns if name in mine]
-        if taken: raise ValueError(_BOTH.format(callback_name(recorder), callback_name(other), taken[0]))
+def _own_columns(functions):
+    "Names of columns that nobody else may write; the loss as it is may be there twice"
+    return [name for name,f in functions.items() if not (name == 'loss' and _gives_loss(f))]
 
 def _gives_loss(f):
     "Whether a function of the trainer reads the loss as it is"
@@ -86,7 +79,7 @@ class RecorderCB:
 
     def before_fit(self, trainer):
         "Forget what the last run left"
-        if trainer.plan.training: _check_alone(self, trainer)
+        check_columns(self, _own_columns(self.functions), trainer)
         self._history,self._fit = trainer.history,trainer.history.fit
         self._start()
 

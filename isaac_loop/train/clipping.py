@@ -18,6 +18,7 @@ from ..basics.old_names import old_words
 from ..loop.events import Order
 from ..loop.fitting import one_optimizer
 from ..loop.numbers_on_device import DeviceRecord, place_of
+from ..loop.shared_attributes import check_columns
 
 # %% ../../nbs/train/30_clipping.ipynb #6eff7084
 def _are_alike(grads):
@@ -195,6 +196,7 @@ def batch_columns(self:ClipGradCB)->list: # Names
 @patch
 def before_fit(self:ClipGradCB, trainer):
     "Forget the last run"
+    check_columns(self, self.batch_columns, trainer)
     self.norm,self._now = None,None
     self._record,self._in_pass = None,False
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode
 
 from isaac_loop.evaluate.evaluator import EvaluatorCB
+from isaac_loop.inspection.gradients import GradientStatsCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
 from isaac_loop.train.clipping import ClipGradCB
@@ -267,17 +268,26 @@ CLASHES = {
     "v": lambda: [RecorderCB(v=lambda t: 1), named("second", RecorderCB(v=lambda t: 2))],
     "grad_norm": lambda: [RecorderCB(grad_norm=lambda t: -1), ClipGradCB(1)],
     "norm": lambda: [RecorderCB(norm=lambda t: -1), ClipGradCB(1, column="norm")],
+    "grad_norm of two": lambda: [GradientStatsCB(), ClipGradCB(1)],
+    "grad_norm of both": lambda: [ClipGradCB(1), named("second", ClipGradCB(max_value=0.1))],
 }
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("column", CLASHES)
 def test_two_who_write_one_column_of_batches_are_told_before_the_first(column, turned):
-    callbacks = CLASHES[column]()
+    callbacks, column = CLASHES[column](), column.split()[0]
     trainer = make_trainer(*(callbacks[::-1] if turned else callbacks))
     with pytest.raises(ValueError, match=f"both write the column `{column}` of training batches"):
         trainer.fit(1, valid=False)
     assert not len(trainer.history.batches)
+
+
+def test_norms_before_and_after_clipping_have_columns_of_their_own():
+    trainer = make_trainer(ClipGradCB(1e-3, column="norm_before"), GradientStatsCB(), MetricsCB(show=False))
+    trainer.fit(1, valid=False)
+    before, after = trainer.history.batches["norm_before"], trainer.history.batches["grad_norm"]
+    assert len(before) == len(after) == 4 and all(a <= 1e-3 + 1e-6 < b for a, b in zip(after, before))
 
 
 def test_who_writes_no_column_of_training_batches_of_that_name_hides_none():
