@@ -76,11 +76,13 @@ class ResumingCB:
         "`epochs`, without those that were done before"
         note_opts(trainer)
         if self._found: self._next = self._found[1]['position']['epoch']
-        position = self._found[1]['position'] if self._found else {}
-        if self._found and not (is_in_pass(position) or position.get('trained')): self._go_on(trainer)
+        position,state = self._found[1]['position'] if self._found else {},None
+        if self._found and not (is_in_pass(position) or position.get('trained')): state = self._go_on(trainer)
         first = self._next
         for epoch in epochs:
-            if epoch < first: continue
+            if epoch < first: # Whoever has wrapped the epochs sees them again
+                if state and type(epochs) is not range: put_callbacks(trainer, state, tell=False)
+                continue
             self._find_again(trainer, epoch)
             yield epoch
             self._batches,self._next = 0,epoch+1
@@ -122,9 +124,11 @@ class ResumingCB:
         return state
 
     def _go_on(self, trainer):
-        "Put back what was saved between two passes"
-        kept = (self._restore(trainer)['pass_start'] or {}).get('kept', {})
+        "Put back what was saved between two passes; returns the state"
+        state = self._restore(trainer)
+        kept = (state['pass_start'] or {}).get('kept', {})
         warn_of_kept(trainer, others_kept(kept, kept_in(getattr(trainer.dls, 'train', None))))
+        return state
 
     def _between_epochs(self, trainer): "For a subclass: `self._next` is the epoch that comes next"
     def _between_batches(self, trainer): "For a subclass: `self._batches` of this pass are done"

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ..basics.checks import check_choice
+from ..basics.checks import check_choice, warn
 from ..data.shared_loaders import rows_given, rows_of_all
 from ..basics.tensors import batch_size, batch_weight
 from ..loop.numbers_on_device import number_here, one_number
@@ -159,3 +159,17 @@ def are_sums(
     "Whether losses are sums over their batch"
     asks_the_loss = weigh is None or callable(weigh)
     return weigh == 'sum' or (asks_the_loss and reduction_of(loss_func) == 'sum')
+
+_AGAINST = ('`weigh={!r}` says that a loss is a {} over its batch, and the loss function that it is a {}, by '
+            '`reduction={!r}`, so losses of epochs are neither. Leave `weigh` out, and the loss is asked.')
+
+def warn_of_weigh(
+    trainer, # Has a plan, and perhaps a loss function
+    weigh, # As of `MetricsCB`
+):
+    "Warn when the loss says that it is a sum and `weigh` that it is a mean, or the other way round"
+    says = {'samples': 'mean', 'sum': 'sum'}.get(weigh) if isinstance(weigh, str) else None
+    said = reduction_of(getattr(trainer, 'loss_func', None)) if says else None
+    if said not in ('mean', 'sum') or said == says or 'weigh' in trainer.plan.told: return
+    trainer.plan.told.add('weigh')
+    warn(_AGAINST.format(weigh, says, said, said))

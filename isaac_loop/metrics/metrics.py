@@ -24,7 +24,7 @@ from .any_metric import MeanOf, MetricOn
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
 from .any_metric import copied, named_metrics, note_update
 from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
-from .losses import merged_losses, rows_and_weight
+from .losses import merged_losses, rows_and_weight, warn_of_weigh
 from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
 from .metric_state import Noted, check_has_state, load_metric, metric_state, tell_of_metrics
 from ..state.errors import ResumeMismatch
@@ -58,6 +58,7 @@ class MetricsCB:
         "Forget the last run, and put the metrics where the model is"
         self._losses,self._epoch,self._lines = None,None,Lines(say)
         self._summed = are_sums(getattr(trainer, 'loss_func', None), self.weigh)
+        warn_of_weigh(trainer, self.weigh)
         _check_owners(getattr(trainer, 'callbacks', ()))
         for name,m in self.metrics.items() if trainer.ranks.size > 1 else (): check_merges(name, m)
         copies = copied(self.metrics, '`train_metrics=True`') if self.train_metrics else {}

@@ -742,3 +742,41 @@ def test_who_holds_a_group_of_the_optimizer_holds_it_still_when_the_run_goes_on(
     resumed = fit(make_trainer(cbs(CheckpointCB(tmp_path, every=1))))
     same(whole, resumed)
     assert len(set(resumed.history.batches["lr"])) > 10
+
+
+# ---- epochs that somebody else walks over, too
+
+
+class EpochsCB:
+    "Counts the epochs that it passes on, before and after each"
+
+    def __init__(self, order):
+        self.order, self.begun, self.over = order, 0, 0
+
+    def before_fit(self, trainer):
+        trainer.epochs = self.counted(trainer.epochs)
+
+    def counted(self, epochs):
+        for epoch in epochs:
+            self.begun += 1
+            yield epoch
+            self.over += 1
+
+
+class TellingEpochsCB(EpochsCB):
+    def state_dict(self):
+        return dict(begun=self.begun, over=self.over)
+
+    def load_state_dict(self, state):
+        self.begun, self.over = state["begun"], state["over"]
+
+
+@pytest.mark.parametrize("n", [5, 8, 17, 20])
+@pytest.mark.parametrize("order", [Order.DATA, Order.REPORT])
+@pytest.mark.parametrize("kind", [EpochsCB, TellingEpochsCB])
+def test_who_counts_the_epochs_counts_none_twice(tmp_path, kind, order, n):
+    make = lambda: [BasicTrainCB(), kind(order)]
+    broken_off(tmp_path, n, make)
+    trainer = fit(make_trainer([*make(), CheckpointCB(tmp_path)]))
+    counted = next(cb for cb in trainer.callbacks if isinstance(cb, EpochsCB))
+    assert (counted.begun, counted.over) == (3, 3) and trainer.n_updates == 21

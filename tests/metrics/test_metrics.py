@@ -6,6 +6,7 @@ are compared, the learning rate is 0: then the loss of every batch is that of th
 
 import ast
 import math
+import warnings
 import re
 import sys
 import time
@@ -853,6 +854,28 @@ class Both(nn.Module):
 def test_sums_and_means_give_the_mean_of_an_example(loss_func, options):
     "Sums of 32 and 8 over 8 and 2 rows gave 27.2"
     assert losses_by(loss_func, rows_of_zeros(8, 2), **options) == 4
+
+
+@pytest.mark.parametrize(
+    "loss_func, weigh, told",
+    [
+        (nn.MSELoss(reduction="sum"), "samples", True),
+        (partial(F.mse_loss, reduction="sum"), "samples", True),
+        (nn.MSELoss(), "sum", True),
+        (F.mse_loss, "sum", True),
+        (nn.MSELoss(reduction="sum"), "mean", False),  # The mean of the sums of batches, as with a VAE
+        (nn.MSELoss(reduction="sum"), "sum", False),
+        (nn.MSELoss(), "samples", False),
+        (nn.MSELoss(reduction="sum"), None, False),
+        (mse_sum, "sum", False),
+        (mse_sum, "samples", False),  # It says nothing
+    ],
+)
+def test_a_weight_that_contradicts_the_loss_is_told(loss_func, weigh, told):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        losses_by(loss_func, rows_of_zeros(8, 2), weigh=weigh)
+    assert len({str(o.message) for o in seen if "`weigh=" in str(o.message)}) == told
 
 
 def test_all_batches_alike_is_the_mean_of_their_means():
