@@ -85,22 +85,29 @@ _COLUMNS = 'norm', 'mean', 'std', 'zeros'
 class GradientStatsCB:
     "Gather norm, mean, standard deviation, share of zeros and distribution of every gradient at each update"
     order = Order.RECORD
-    batch_columns = 'grad_norm',
+    batch_columns = property(lambda self: [self.column])
     __repr__ = show_settings
     def __init__(self,
         module_filter=None, # Of which modules: a class or several, or a function of a module; default: all
         show:bool=False, # Print the table of each epoch?
         every:int=1, # Look at every so many updates
+        column:str='grad_norm', # Name of the column of the norm of all of them
     ):
         self.module_filter,self.show,self.stats = module_filter,show,{}
+        self.column = column
         self.every = check_count(every, 'every', 'updates are counted')
 
     def before_fit(self, trainer):
         "Forget the last run, and find the parameters"
-        check_columns(self, self.batch_columns, trainer)
+        check_columns(self, self.batch_columns, trainer, self._measures_as)
         named = find_parameters(trainer.model, self.module_filter)
         self.stats,self._total = {name: GradientStats() for name in named},DeviceRecord()
         self._named = lambda: named # A function, so that a copy of this callback does not copy the weights
+
+    def _measures_as(self, other):
+        "Whether another one writes the very same numbers"
+        mine = self.module_filter,self.every
+        return isinstance(other, GradientStatsCB) and (other.module_filter, other.every) == mine
 
     def before_epoch(self, trainer):
         "Start the norms of this pass"
@@ -128,13 +135,13 @@ def cleanup_epoch(self:GradientStatsCB, trainer):
     if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
     norms,batches = self._total.read().tolist(),self._total.columns['batch']
     self._total = DeviceRecord() # The next pass may be left before it has begun here
-    trainer.history.write_batches(True, batches, grad_norm=norms)
-    trainer.history.write(grad_norm=math.fsum(norms)/len(norms))
+    trainer.history.write_batches(True, batches, **{self.column: norms})
+    trainer.history.write(**{self.column: math.fsum(norms)/len(norms)})
 
 @patch
 def columns(self:GradientStatsCB, trainer)->list: # Names
     "The columns that this callback will write into the history"
-    return ['grad_norm']
+    return [self.column]
 
 @patch
 def log(self:GradientStatsCB, trainer):
@@ -248,8 +255,9 @@ class GradientPlotCB(GradientStatsCB):
         format:str='png', # 'png' or 'pdf', or whatever else matplotlib can write
         module_filter=None, # Of which modules: a class or several, or a function of a module; default: all
         every:int=1, # Look at every so many updates
+        column:str='grad_norm', # Name of the column of the norm of all of them
     ):
-        super().__init__(module_filter, every=every)
+        super().__init__(module_filter, every=every, column=column)
         self.folder = local_path(folder, 'GradientPlotCB').absolute()
         self.format = check_format(format, 'format')
 

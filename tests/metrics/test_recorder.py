@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode
 
 from isaac_loop.evaluate.evaluator import EvaluatorCB
-from isaac_loop.inspection.gradients import GradientStatsCB
+from isaac_loop.inspection.gradients import GradientPlotCB, GradientStatsCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
 from isaac_loop.train.clipping import ClipGradCB
@@ -269,6 +269,7 @@ CLASHES = {
     "grad_norm": lambda: [RecorderCB(grad_norm=lambda t: -1), ClipGradCB(1)],
     "norm": lambda: [RecorderCB(norm=lambda t: -1), ClipGradCB(1, column="norm")],
     "grad_norm of two": lambda: [GradientStatsCB(), ClipGradCB(1)],
+    "grad_norm of parts": lambda: [GradientStatsCB(nn.Linear), named("second", GradientStatsCB(nn.ReLU))],
     "grad_norm of both": lambda: [ClipGradCB(1), named("second", ClipGradCB(max_value=0.1))],
 }
 
@@ -288,6 +289,17 @@ def test_norms_before_and_after_clipping_have_columns_of_their_own():
     trainer.fit(1, valid=False)
     before, after = trainer.history.batches["norm_before"], trainer.history.batches["grad_norm"]
     assert len(before) == len(after) == 4 and all(a <= 1e-3 + 1e-6 < b for a, b in zip(after, before))
+
+
+def test_two_who_look_at_the_same_gradients_write_the_same_norms(tmp_path):
+    trainer = make_trainer(GradientStatsCB(), GradientPlotCB(tmp_path), MetricsCB(show=False))
+    trainer.fit(1, valid=False)
+    assert len(trainer.history.batches["grad_norm"]) == 4
+    parts = GradientStatsCB(nn.Linear), GradientStatsCB(nn.Linear, every=2, column="of_linear")
+    trainer = make_trainer(parts[0], named("second", parts[1]), MetricsCB(show=False))
+    trainer.fit(1, valid=False)
+    norms = trainer.history.batches
+    assert norms["of_linear"][::2] == norms["grad_norm"][::2] and "of_linear" in trainer.history[-1]
 
 
 def test_who_writes_no_column_of_training_batches_of_that_name_hides_none():
