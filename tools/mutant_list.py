@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "a `split` of one's own is not asked by the steps",
-        "takes_first",
+        "plain_dls",
         "return False",
         "pass",
         ["test_a_split_of_ones_own_is_asked_wherever_it_was_put"],
@@ -903,7 +903,7 @@ MUTANTS = [
     Mutant(
         "a stream that ends before its cap is told of",
         "warn_of_fewer_updates",
-        "if as_said or not others or",
+        "if as_said or not lengths_differ or",
         "if as_said or",
         ["test_caps_that_a_stream_does_not_reach_say_nothing_of_a_schedule"],
     ),

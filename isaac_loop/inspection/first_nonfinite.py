@@ -43,7 +43,9 @@ class NonFiniteCB(FlagsCB):
 
     def before_fit(self, trainer):
         "Forget the last run, and put hooks on the modules"
-        def watch(hook, module, inp, outp): self._note('output', hook.name, type(module).__name__, outp)
+        mine = trainer._side_runs # What an evaluation in between computes is none of this run's
+        def watch(hook, module, inp, outp):
+            if trainer._side_runs == mine: self._note('output', hook.name, type(module).__name__, outp)
         self.hooks = Hooks(find_modules(trainer.model, self.module_filter), watch)
         super().before_fit(trainer)
 

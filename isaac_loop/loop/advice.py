@@ -156,15 +156,16 @@ def warn_of_missing_steps(
     plan,own = trainer.plan,has_own_batch(trainer)
     missing = [step for step in STEPS if not plan[step]]
     alone = own or len(missing) == len(STEPS)
-    waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan, missing)]
+    of_training = [step for step in missing if own or step not in ('predict', 'get_loss')] # Or of any loop
+    waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan, of_training)]
     if not missing or (alone and not waiting): return # An empty loop is fine
     steps,cls = ', '.join(f'`{o}`' for o in missing),type(trainer).__name__
     if own: return warn(_WAITS.format(cls, steps, waiting[0], _OWN.format(cls)))
     warn(_MISSING.format(steps, f', and {waiting[0]} waits in vain' if alone else '', _ADD))
 
 def _waiting(plan, missing):
-    "Events around the `missing` steps of training, each with the first callback that answers it"
-    around = [STEPS[step] for step in ('backward', 'step', 'zero_grad') if step in missing]
+    "Events around the `missing` steps, each with the first callback that answers it"
+    around = [STEPS[step] for step in missing]
     events = [event for s in around for event in (s.before, s.after, s.cleanup)]
     return [(event, plan.entries[True][event][0][0]) for event in events if plan.entries[True][event]]
 

@@ -46,8 +46,14 @@ def scale_rates(
     trainer, # Has `opt` and `lr`
 ):
     "Give `lr` to the first parameter group; the others keep their ratio to it"
-    first = trainer.opt.param_groups[0]['lr']
-    for group in trainer.opt.param_groups: group['lr'] = trainer.lr*(group['lr']/first if first else 1)
+    groups,before = trainer.opt.param_groups,_rates_before(trainer)
+    first = before[0]
+    for group,rate in zip(groups, before): group['lr'] = trainer.lr*(rate/first if first else 1)
+
+def _rates_before(trainer):
+    "The rates of the groups; where a schedule has left them, those that it began with"
+    now,(begun,ended) = [float(group['lr']) for group in trainer.opt.param_groups],trainer._scheduled
+    return begun if now == ended else now
 
 # %% ../../nbs/loop/29_fitting.ipynb #bb51844f
 _NO_PARAMETERS = ('`{}` has no parameters, so there is nothing to train. '
@@ -169,10 +175,11 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
         _planned=None, # What `total_updates` said last in this fit
         _made_for=(None,), # In a fit the model that it began to train; in a tuple it is no part of the run
-        _lengths=[], # How many batches each training pass of this fit was to have
+        _lengths=[], # How many batches each training pass of this fit was to have, and how many it had
         _resuming=[], # Functions of whoever resumes this fit, for `passes_left`
+        _scheduled=(None, None), # Rates of the groups before the last schedule, and where it has left them
         _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
-        _first_is_input=False, # In a pass: do `dls` say no more of a batch, and is `split` the usual one?
+        _plain_dls=False, # In a pass with the usual `split` the loaders, which say what of a batch is input
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
         _aside={}, # Random numbers of the last run on the side: where they began, and where they ended

@@ -60,7 +60,8 @@ def warn_of_own_batch(
     if without and 'update' not in told:
         told.add('update')
         warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))
-    if seen or 'batch' in told or hasattr(type(trainer).one_batch, 'span'): return
+    span = getattr(type(trainer).one_batch, 'span', None)
+    if seen or 'batch' in told or (span is not None and span.name == 'batch'): return
     entries = trainer.plan.entries[trainer.plan.training]
     answers = [entries[event] for event in ('before_batch', 'after_batch', 'cleanup_batch')]
     waiting = [cb for pairs in answers for cb,_ in pairs if not isinstance(cb, TrainersOwn)]
@@ -92,9 +93,10 @@ def warn_of_fewer_updates(
     "Warn when there were fewer updates than somebody was told that there would be"
     planned,n = trainer._planned,trainer.n_updates
     as_said = planned is None or not 0 < n < planned
-    others = len(trainer._lengths) == trainer.n_epochs and len(set(trainer._lengths)) > 1
+    lengths = {n for pair in trainer._lengths if pair[0] is not None for n in pair} # Streams say none
+    lengths_differ = len(trainer._lengths) == trainer.n_epochs and len(lengths) > 1
     on_purpose = trainer.stop_reason or trainer.plan.last_cancel[0] is not None
-    if as_said or not others or on_purpose or 'planned' in trainer.plan.told: return
+    if as_said or not lengths_differ or on_purpose or 'planned' in trainer.plan.told: return
     trainer.plan.told.add('planned')
     warn(_FEWER.format(n, planned))
 
@@ -144,14 +146,22 @@ def _wanting(model):
     return {id(p) for p in model.parameters() if p.requires_grad}
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #e606257c
-_LATE_SPLIT = ('What of a batch is input was said anew in the middle of a pass, by `dls`, `n_inp` or '
-               '`split`, and counts from the next pass on: in this one the first entry of each tuple went '
-               'into the model. Say it before the fit, or in `before_epoch`.')
+_LATE_METHOD = ('`trainer.{0}` was {1} in the middle of a pass, and that counts from the next pass on. Do it '
+                'before the fit, or in `before_epoch`.')
+_OF_BATCHES = 'one_batch','split','run_callbacks'
 
-def warn_of_late_split(
+def own_methods(
+    trainer, # Of any class
+)->dict: # By name
+    "What the trainer itself has in the place of methods of its class, of those that run batches"
+    return {name: vars(trainer)[name] for name in _OF_BATCHES if name in vars(trainer)}
+
+def warn_of_late_methods(
     trainer, # A pass has ended
 ):
-    "Warn, once, that inputs and targets were told apart as before"
-    if 'split' in trainer.plan.told: return
-    trainer.plan.told.add('split')
-    warn(_LATE_SPLIT)
+    "Warn, once, when such a method came or went after the pass had begun to walk over its batches"
+    now,source,told = own_methods(trainer),trainer._source,trainer.plan.told
+    if source.methods is None or now == source.methods or 'method' in told: return
+    told.add('method')
+    name = next(o for o in {**source.methods, **now} if now.get(o) != source.methods.get(o))
+    warn(_LATE_METHOD.format(name, 'set' if name in now else 'taken away'))

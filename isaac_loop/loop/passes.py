@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/24_passes.ipynb #76bdbc9e
+import math, numbers
 from collections.abc import Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -15,6 +16,7 @@ from fastcore.basics import patch
 
 from ..basics.tensors import SEQUENCES
 from . import advice, pass_checks
+from .events import callback_name
 from .handlers import has_own, has_own_batch
 
 # %% ../../nbs/loop/24_passes.ipynb #1d6d52a7
@@ -29,12 +31,24 @@ _NO_LENGTH = ('The length of this fit is unknown, because `dls.train` has no `le
               'Limit it with `NBatchCB` or `LimitCB(updates)`, '
               'or set `trainer.updates_per_epoch` in `before_fit`.')
 
+_NO_LIMIT = ('`{}.max_updates` is {!r}, which is no number of updates, so nobody knows when the fit will '
+             'end. Let it be a whole number, or None if there is no limit.')
+
+def limit_of(
+    callback, # Any object
+)->int: # None if it sets no limit
+    "How many optimizer updates a callback allows, as its `max_updates` says"
+    n = getattr(callback, 'max_updates', None)
+    if n is None or (isinstance(n, numbers.Real) and n == math.inf): return None
+    if isinstance(n, numbers.Real) and math.isfinite(n) and n == int(n): return int(n)
+    raise TypeError(_NO_LIMIT.format(callback_name(callback), n))
+
 def planned_updates(
     trainer, # Knows its epochs, and perhaps `updates_per_epoch`
 )->int: # An error if nobody knows
     "Optimizer updates in the whole fit, as limited by every callback that has `max_updates`"
-    limits = [getattr(cb, 'max_updates', None) for cb in trainer.callbacks]
-    limits = [n for n in limits if isinstance(n, int)]
+    limits = [limit_of(cb) for cb in trainer.callbacks]
+    limits = [n for n in limits if n is not None]
     if trainer.updates_per_epoch is not None: limits.append(trainer.n_epochs * trainer.updates_per_epoch)
     if not limits: raise ValueError(_NO_LENGTH)
     return min(limits)
@@ -49,6 +63,7 @@ class Batches:
         self.walk = None # Of a loader that knows its place, until it is left
         self.read_again = False # Does a run that goes on in this pass have it read from its beginning?
         self.given,self.last = 0,None # How many batches were drawn, and the last of them
+        self.methods = None # Those that the trainer has in the place of its class's, see `own_methods`
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next
         self.expected = n_batches(dl)
 
@@ -93,7 +108,8 @@ def until_over(
     "The batches of this pass, to its end"
     source = trainer._source
     source.begun,source.first = True,trainer.start_batch
-    trainer._first_is_input = takes_first(trainer)
+    source.methods = pass_checks.own_methods(trainer)
+    trainer._plain_dls = plain_dls(trainer)
     pass_checks.warn_of_late_loader(trainer)
     pass_checks.warn_of_late_model(trainer)
     return iter(source) if trainer.batches is source else _until_over(trainer.batches, source)
@@ -159,25 +175,24 @@ def inputs_of(
     trainer, # In a batch
 )->tuple:
     "The first of what `trainer.split` says of this batch"
-    batch = trainer.batch
-    if trainer._first_is_input and type(batch) is tuple and batch: return batch[:1]
-    return trainer.split(batch)[0]
+    dls,batch = trainer.dls,trainer.batch
+    is_plain = dls is trainer._plain_dls and dls.n_inp == 1 and dls.split is None
+    return batch[:1] if is_plain and type(batch) is tuple and batch else trainer.split(batch)[0]
 
 def targets_of(
     trainer, # In a batch
 )->tuple:
     "The second of what `trainer.split` says of this batch"
-    batch = trainer.batch
-    if trainer._first_is_input and type(batch) is tuple and batch: return batch[1:]
-    return trainer.split(batch)[1]
+    dls,batch = trainer.dls,trainer.batch
+    is_plain = dls is trainer._plain_dls and dls.n_inp == 1 and dls.split is None
+    return batch[1:] if is_plain and type(batch) is tuple and batch else trainer.split(batch)[1]
 
-def takes_first(
+def plain_dls(
     trainer, # Of any class
-)->bool:
-    "Is the first entry of a batch its input, without anybody having said so?"
-    dls = trainer.dls
+): # False if somebody else says it
+    "The loaders, if they alone say what of a batch is input"
     if has_own(trainer, 'split') or 'split' in vars(trainer): return False
-    return getattr(dls, 'n_inp', 1) == 1 and getattr(dls, 'split', None) is None
+    return trainer.dls if all(hasattr(trainer.dls, o) for o in ('n_inp', 'split')) else False
 
 # %% ../../nbs/loop/24_passes.ipynb #6de0b4e8
 def forget(
@@ -201,7 +216,7 @@ def one_pass(
     trainer._training,trainer.start_batch = training,0
     trainer._source = Batches(dl, pass_checks.held_loader(trainer))
     vars(trainer).update(dl=dl, batches=trainer._source, n_batches=trainer._source.expected)
-    if training: trainer._lengths.append(trainer.n_batches)
+    expected = trainer.n_batches # By the loader itself
     if hasattr(trainer.model, 'train'): trainer.model.train(training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False
@@ -210,12 +225,13 @@ def one_pass(
         if steps: steps.watch(trainer)
         yield
         trainer.history.epochs_trained += training
+        if training: trainer._lengths.append((expected, vars(trainer).get('batch_num', -1) + 1))
         if steps: pass_checks.warn_of_own_batch(trainer, n_updates, steps)
         pass_checks.warn_of_more_updates(trainer)
-        if trainer._first_is_input and not takes_first(trainer): pass_checks.warn_of_late_split(trainer)
+        pass_checks.warn_of_late_methods(trainer)
     finally:
         trainer._source.leave()
-        trainer.plan.uses_chains = trainer._first_is_input = False
+        trainer.plan.uses_chains = trainer._plain_dls = False
         if steps: steps.close()
         if not trainer._fitting: trainer._training = None
 

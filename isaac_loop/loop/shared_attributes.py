@@ -157,6 +157,8 @@ def offered(
 _BOTH = ('`{}` and `{}` both write the column `{}` of training batches, so one would hide the other. Let one '
          'of them write under another name{}.')
 
+def as_names(given): return () if callable(given) else (given,) if isinstance(given, str) else tuple(given)
+
 def check_columns(
     callback, # In `before_fit`
     names, # Of the columns of training batches that it writes
@@ -164,11 +166,12 @@ def check_columns(
     is_alike=lambda other: False, # Does another callback write the very same numbers?
 ):
     "Refuse columns of training batches that another callback writes as well"
-    others = offering(trainer, 'batch_columns') if names and trainer.plan.training else ()
+    trains = trainer.updates_per_epoch != 0 # Not None either: of a stream nobody knows
+    others = offering(trainer, 'batch_columns') if names and trains else ()
     others = [o for o in others if o is not callback and getattr(o, 'on_train', True) is not False]
     for other in others:
         if is_alike(other): continue
-        taken = [name for name in other.batch_columns if name in names]
+        taken = [name for name in names if name in as_names(other.batch_columns)]
         if not taken: continue
         renamed = [type(o).__name__ for o in (callback, other) if hasattr(o, 'column')]
         how = f', as by `{renamed[0]}(..., column=...)`' if renamed else ''

@@ -6,7 +6,7 @@
 __all__ = ['delegated_parameters', 'check_keywords', 'init_delegates']
 
 # %% ../../nbs/loop/50_subclassing.ipynb #7e525ac7
-import inspect
+import dis, inspect
 from functools import wraps
 from inspect import Parameter
 
@@ -29,6 +29,18 @@ def delegated_parameters(
         if not any(p.kind is Parameter.VAR_KEYWORD for p in params): break
     return list({p.name: p for params in chain for p in params}.values())
 
+def _takes_any(cls, method):
+    "Whether a class along that chain makes use of its `**kwargs` itself, and passes nothing on"
+    definers = [parent for parent in cls.__mro__ if method in vars(parent)]
+    for f in [vars(parent)[method] for parent in definers[:-1]]: # The base takes what nobody wants
+        open_ended = [p.name for p in _parameters(f) if p.kind is Parameter.VAR_KEYWORD]
+        code = getattr(inspect.unwrap(f), '__code__', None)
+        if not open_ended or code is None: return False
+        if {'super', method} & {*code.co_names}: continue
+        reads = [o.argval for o in dis.get_instructions(code) if o.opname.startswith('LOAD')]
+        return open_ended[0] in reads
+    return False
+
 def _parameters(f): return list(inspect.signature(f).parameters.values())
 
 # %% ../../nbs/loop/50_subclassing.ipynb #8b7b56b7
@@ -43,7 +55,7 @@ def check_keywords(
     "Raise a `TypeError` for a keyword that no `method` of `cls` takes"
     known = [p.name for p in delegated_parameters(cls, method)]
     name = next((name for name in kwargs if name not in known), None)
-    if name is None: return
+    if name is None or _takes_any(cls, method): return
     for parent in cls.__mro__:
         words = KEYWORDS.get(parent.__name__, {})
         if name in words: raise wrong_keyword(cls.__name__, name, words)

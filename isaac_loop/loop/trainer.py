@@ -137,6 +137,7 @@ class Trainer(ByName):
         "Whether this pass trains; between fits, whether the model is in training mode"
         return self._training if self._training is not None else getattr(self.model, 'training', False)
 
+    # A subclass that has another of these is run without the shortcuts
     _usual_methods = dict(one_batch=one_batch, run_callbacks=run_callbacks, training=training)
 
 bring_later(Trainer)
@@ -164,10 +165,12 @@ def split(self:Trainer,
     batch # What the loader gave
 )->tuple: # A tuple of inputs, and a tuple of targets
     "Inputs and targets of `batch`, as `dls` say; a subclass may override it, and is then asked each time"
-    if self._first_is_input and type(batch) is tuple and batch: return batch[:1],batch[1:] # In most passes
+    dls = self.dls
+    one_input = getattr(dls, 'n_inp', 1) == 1 and getattr(dls, 'split', None) is None
+    if one_input and type(batch) is tuple and batch: return batch[:1],batch[1:] # Quicker than to remember
     known,held,found = self._split
     if known is batch and (held is None or still_holds(batch, held)): return found
-    found = split_batch(self.dls, batch) # This may change the batch
+    found = split_batch(dls, batch) # This may change the batch
     held = None if type(batch) is tuple else held_in(batch) # A tuple stays as it is
     self._split = batch,held,found
     return found

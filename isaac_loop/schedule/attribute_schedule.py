@@ -10,6 +10,7 @@ import copy, math
 from fnmatch import fnmatchcase
 from numbers import Real
 
+import torch
 from fastcore.meta import delegates
 from torch import nn
 
@@ -96,6 +97,8 @@ def _spoils(owner, name, value):
     if not isinstance(value, Real): return False
     return math.isnan(value) or (isinstance(owner, dict) and name == 'lr' and not -1e-12 <= value < math.inf)
 
+def _copied(x): return x.clone() if isinstance(x, torch.Tensor) else copy.copy(x)
+
 def _assign(owner, name, value):
     "Set an option of a group or an attribute"
     if isinstance(owner, dict): put_option(owner, name, value)
@@ -116,7 +119,7 @@ class AttributeSchedulerCB(_Functions):
         self._total = trainer.total_updates if self.unit == 'progress' else None
         self._targets = {target: _owners(trainer, target) for target in self.functions}
         pairs = [(owner, name) for owners,name in self._targets.values() for owner in owners]
-        self._old = [(owner, name, copy.copy(_get(owner, name))) for owner,name in pairs]
+        self._old = [(owner, name, _copied(_get(owner, name))) for owner,name in pairs]
         self.load_state_dict(self._saved or {'n': 0})
 
     def before_epoch(self, trainer):

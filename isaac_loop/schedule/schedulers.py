@@ -95,6 +95,9 @@ class SchedulerCB:
     def cleanup_fit(self, trainer):
         "Take the scheduler's notes out of the optimizer"
         if self._before is None: return
+        if self._scheduled is not None and self._scheduled is vars(trainer).get('opt'):
+            both = self._before.groups,self._scheduled.param_groups # A fit that keeps it keeps the ratios
+            trainer._scheduled = tuple([float(group['lr']) for group in groups] for groups in both)
         names = ['momentum', 'betas'] if getattr(self.scheduler, 'cycle_momentum', False) else []
         self._before.put_back(names + ['lr']*self._own_opt)
         self._before,self._running = None,False

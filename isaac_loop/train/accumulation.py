@@ -142,7 +142,7 @@ def after_backward(self:AccumulationCB, trainer):
 @patch
 def closes_update(self:AccumulationCB, trainer):
     "Does an update come after this batch?"
-    last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
+    last = trainer.batch_num+1 == trainer.n_batches # There may be more than were known
     return last or self._closing or (trainer.batch_num+1) % self.n_batches == 0
 
 @patch
@@ -156,7 +156,7 @@ def before_step(self:AccumulationCB, trainer):
     "Wait until the window is complete; then divide the gradients by the total"
     if self._several: complete = self.closes_update(trainer)
     else:
-        last = trainer.n_batches is not None and trainer.batch_num+1 >= trainer.n_batches
+        last = trainer.batch_num+1 == trainer.n_batches
         complete = self.n >= self.n_batches or (last and self.n) or self._closing
     if not complete: raise CancelStepException('gathering more gradients')
     self._closed = trainer.batch_num

@@ -128,7 +128,7 @@ class ClipGradCB:
         self._record,self._in_pass = _Norms(),False
 
 _NOT_ONE_LIMIT = ('`ClipGradCB` got {given}, and cannot tell how to clip. Give it one of `max_norm`, '
-                  '`max_value`, `adaptive`; for two, use two callbacks with a `name` each.')
+                  '`max_value`, `adaptive`; for two, use two callbacks with a `name` and a `column` each.')
 _NO_LIMIT = ('`{kind}` is {limit!r}, and with that no gradient would be left to learn from. Use a number '
              'above 0.')
 

@@ -18,12 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
+from torch.nn import functional as F
 
 from isaac_loop.inspection.activations import ActivationStats, ActivationStatsCB, HooksCallback
 from isaac_loop.inspection.gradients import GradientStatsCB
 from isaac_loop.inspection.first_nonfinite import NonFiniteCB
-from isaac_loop.train.training import OneBatchCB
+from isaac_loop.train.training import BasicTrainCB, OneBatchCB
 from isaac_loop.inspection.update_ratios import UpdateRatioCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.evaluate.evaluator import EvaluatorCB
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.loop.events import (
     CancelBatchException,
     CancelEpochException,
@@ -548,3 +552,15 @@ def test_pictures_of_many_layers_are_no_taller_than_a_page():
         assert len(draw()) == 48 and figure.get_figheight() <= 11
         assert "48 of" in figure.get_suptitle()
     assert len(cbs[0].dead_chart(max_n=5)) == 5
+
+
+def test_what_an_evaluation_in_between_computes_is_no_fault_of_the_training():
+    torch.manual_seed(0)
+    rows = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(6)]
+    bad = [(torch.full((4, 3), math.nan), torch.randn(4, 1))]
+    said = []
+    callbacks = [BasicTrainCB(), NonFiniteCB(report=said.append), EvaluatorCB(dict(hard=bad), updates=2)]
+    trainer = Trainer(DataLoaders([*rows, *bad]), F.mse_loss, optim.SGD, nn.Linear(3, 1), callbacks)
+    trainer.fit(1, valid=False)
+    found = trainer.NonFiniteCB.found
+    assert len(said) == 1 and (found["what"], found["batch"]) == ("batch", 6)

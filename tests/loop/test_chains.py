@@ -16,7 +16,7 @@ from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop import running
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import CancelStepException, Order, STEPS
-from isaac_loop.loop.passes import targets_of
+from isaac_loop.loop.passes import inputs_of, targets_of
 from isaac_loop.loop.running import run_event
 from isaac_loop.loop.spans import in_span
 from isaac_loop.loop.trainer import Trainer
@@ -218,26 +218,54 @@ def test_an_evaluation_leaves_the_way_to_tell_inputs_from_targets(says_more):
     def after_batch(trainer):
         if trainer.batch_num == 1:
             trainer.validate(DataLoaders(None, trainer.dls.valid).valid)
-        seen.append(trainer._first_is_input)
+        seen.append(targets_of(trainer)[0].equal(trainer.batch[1]))
 
     after_batch.order = Order.RECORD
     trainer.fit(1, callbacks=after_batch, valid=False)
-    assert seen == [not says_more] * 4 and not trainer._first_is_input
+    assert seen == [not says_more] * 4
 
 
-def test_loaders_that_say_more_in_the_middle_of_a_pass_are_heard_in_the_next():
-    trainer, seen = trainer_with(n=2), []
+def test_loaders_that_say_more_in_the_middle_of_a_pass_are_heard_at_once():
+    trainer, seen = trainer_with(n=4), []
+    batches = list(trainer.dls.train)
+    triples = [(x, x, y) for x, y in batches]
 
-    def before_batch(trainer):
-        trainer.dls.split = lambda batch: (batch[:1], tuple(2 * y for y in batch[1:]))
+    class TakesTurns:
+        def __iter__(self):
+            for i in range(4):
+                trainer.dls.n_inp = 1 + i % 2
+                yield triples[i] if i % 2 else batches[i]
+
+    class Both(torch.nn.Linear):
+        def forward(self, x, more=0):
+            return super().forward(x + more)
 
     def after_batch(trainer):
-        seen.append(targets_of(trainer)[0].equal(trainer.batch[1]))
+        seen.append((len(inputs_of(trainer)), len(targets_of(trainer))))
+        with trainer.side_run() as side:
+            side.dls = DataLoaders(triples, n_inp=2)
+            assert [len(o) for o in side.split(triples[0])] == [2, 1]
 
-    with pytest.warns(UserWarning, match="counts from the next pass on") as told:
-        trainer.fit(2, callbacks=[before_batch, after_batch], valid=False)
-    assert seen == [True, True, False, False]
-    assert len([o for o in told if "counts from the next pass on" in str(o.message)]) == 1
+    trainer.dls.train, trainer.model = TakesTurns(), Both(1, 1)
+    trainer.fit(1, callbacks=after_batch, valid=False)
+    assert seen == [(1, 1), (2, 1)] * 2
+
+
+@pytest.mark.parametrize("name", ["one_batch", "split", "run_callbacks"])
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_method_of_the_trainer_that_comes_or_goes_within_a_pass_is_told(name, comes):
+    trainer = trainer_with(n=4)
+    usual = getattr(trainer, name)
+    if not comes:
+        setattr(trainer, name, lambda *args, **kwargs: usual(*args, **kwargs))
+
+    def after_batch(trainer):
+        if trainer.batch_num == 1 and trainer.epoch == 0:
+            setattr(trainer, name, usual) if comes else delattr(trainer, name)
+
+    with pytest.warns(UserWarning, match=f"`trainer.{name}` was (set|taken away)") as told:
+        trainer.fit(2, callbacks=after_batch, valid=False)
+    assert len([o for o in told if "in the middle of a pass" in str(o.message)]) == 1
 
 
 def test_a_chain_that_has_changed_is_made_anew_once(monkeypatch):

@@ -6,6 +6,7 @@ from functools import partial
 from types import MethodType, SimpleNamespace
 
 import pandas as pd
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -992,3 +993,94 @@ def test_a_handler_is_judged_as_python_would_judge_its_call(arguments, is_method
     except TypeError:
         takes_one = False
     assert _is_in_order(bound) == takes_one
+
+
+# ---- what is told of trainers, lengths and limits
+
+
+def own_batch(name="batch"):
+    class Own(Trainer):
+        @with_cbs(name, CancelBatchException)
+        def one_batch(self):
+            x, y = self.batch
+            self.preds = self.model(x)
+            self.loss = self.loss_func(self.preds, y)
+            if self.training:
+                self.run_callbacks("backward", "step", "zero_grad")
+
+        def backward(self):
+            self.loss.backward()
+
+        def step(self):
+            self.opt.step()
+
+        def zero_grad(self):
+            self.opt.zero_grad()
+
+    return Own
+
+
+def trainer_of(cls, *callbacks):
+    return cls(DataLoaders(data(4), data(2)), F.mse_loss, optim.SGD, nn.Linear(1, 1), list(callbacks))
+
+
+@pytest.mark.parametrize("event", ["before_predict", "after_predict", "before_get_loss", "after_get_loss"])
+def test_a_batch_of_ones_own_that_leaves_out_predict_or_loss_names_who_waits(event):
+    waiting = SimpleNamespace(name="waiting", **{event: lambda trainer: None})
+    told = told_by(lambda: trainer_of(own_batch(), waiting).fit(1))
+    assert len(told) == 1 and f"`waiting.{event}` waits in vain" in told[0]
+    assert not told_by(lambda: trainer_of(own_batch(), MetricsCB(show=False)).fit(1))
+
+
+@pytest.mark.parametrize("name", ["bacth", "epoch"])
+def test_a_batch_that_is_decorated_as_something_else_is_told(name):
+    told = told_by(lambda: trainer_of(own_batch(name), MetricsCB(show=False)).fit(1))
+    assert any("replaces the span of a batch" in o for o in told)
+
+
+class SaysTen(list):
+    def __len__(self):
+        return 10
+
+
+def shorter_from_the_second_epoch(trainer):
+    if trainer.epoch:
+        trainer.dl = data(2)
+
+
+@pytest.mark.parametrize("how", ["range", "loader", "later", "len", "filter"])
+def test_passes_that_are_shorter_than_was_said_are_told_of(how):
+    "A schedule has planned for what the loader said"
+
+    def before_epoch(trainer):
+        if how == "range":
+            trainer.batches = range(2)
+        if how == "loader":
+            trainer.dl = data(2)
+        if how == "later":
+            shorter_from_the_second_epoch(trainer)
+        if how == "filter":
+            trainer.batches = (b for i, b in enumerate(trainer.batches) if i % 2)
+
+    train = SaysTen(data(3)) if how == "len" else data(4)
+    trainer = trainer_with(OneCycleSchedulerCB(), before_epoch)
+    trainer.dls = DataLoaders(train)
+    told = told_by(lambda: trainer.fit(3, valid=False))
+    assert sum("has not come to its end" in o for o in told) == 1
+
+
+@pytest.mark.parametrize("n", [6, 6.0, np.int64(6), torch.tensor(6).numpy()[()]])
+def test_a_limit_may_be_any_whole_number(n):
+    trainer = trainer_with(SimpleNamespace(max_updates=n, log=lambda trainer: None), n=4)
+    trainer.fit(3)
+    assert trainer.total_updates == 6
+    trainer.callbacks[-1].max_updates = float("inf")
+    trainer.fit(3)
+    assert trainer.total_updates == 12
+
+
+@pytest.mark.parametrize("n", [6.5, "6", float("nan")])
+def test_a_limit_that_is_no_whole_number_is_refused(n):
+    trainer = trainer_with(SimpleNamespace(name="odd", max_updates=n, log=lambda trainer: None))
+    with pytest.raises(TypeError, match="`odd.max_updates` is .*no number of updates"):
+        trainer.fit(1, callbacks=OneCycleSchedulerCB())

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.subclassing import check_keywords, delegated_parameters, init_delegates
@@ -554,3 +555,33 @@ def test_a_slip_of_one_letter_is_mended_by_the_message(names, decorated, data):
     assume(typed != meant)
     with pytest.raises(TypeError, match=f"Did you mean `{meant}`"):
         cls("m", [], **{typed: 1})
+
+
+def set_up(**kwargs):
+    class Own(Trainer):
+        def subclassing_method(self, **kwargs):
+            self.add_callbacks(MetricsCB(**kwargs))
+
+    class Further(Own):
+        def subclassing_method(self, patience=3, **kwargs):
+            super().subclassing_method(**kwargs)
+            self.patience = patience
+
+    class Deaf(Trainer):
+        def subclassing_method(self, patience=3, **kwargs):
+            self.patience = patience
+
+    return [
+        lambda cls=cls: cls(None, None, None, nn.Linear(1, 1), None, **kwargs) for cls in (Own, Further, Deaf)
+    ]
+
+
+def test_a_set_up_may_hand_its_keywords_to_a_callback():
+    own, further, deaf = set_up(weigh="mean")
+    assert own().MetricsCB.weigh == further().MetricsCB.weigh == "mean"
+    with pytest.raises(TypeError, match="got the keyword `weigh`, which nobody takes"):
+        deaf()
+    own, further, deaf = set_up(patience=4)
+    assert further().patience == deaf().patience == 4
+    with pytest.raises(TypeError, match="patience"):
+        own()

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import matplotlib
 import numpy as np
@@ -346,3 +347,23 @@ def test_a_column_of_an_evaluator_is_not_hidden_by_a_recorder():
     with pytest.raises(ValueError, match="both write the column `eval_loss`"):
         make_trainer(EvaluatorCB(rows, updates=1), recorder).fit(1, valid=False)
     make_trainer(EvaluatorCB(rows), recorder).fit(1, valid=False)
+
+
+@pytest.mark.parametrize("valid", [True, False])
+def test_who_comes_after_a_validation_pass_is_asked_for_its_columns_too(valid):
+    def log(trainer):
+        if trainer.epoch == 0:
+            trainer.add_callbacks(RecorderCB(grad_norm=lambda t: -1.0))
+
+    trainer = make_trainer(ClipGradCB(1.0), log)
+    trainer.dls.valid = trainer.dls.train
+    with pytest.raises(ValueError, match="both write the column `grad_norm`"):
+        trainer.fit(2, valid=valid)
+
+
+def test_columns_that_say_something_else_are_no_columns():
+    mine = SimpleNamespace(name="mine", batch_columns=lambda: ["grad_norm"], log=lambda trainer: None)
+    make_trainer(mine, ClipGradCB(1.0)).fit(1, valid=False)
+    mine.batch_columns = "grad_norm"
+    with pytest.raises(ValueError, match="both write the column `grad_norm`"):
+        make_trainer(mine, ClipGradCB(1.0)).fit(1, valid=False)

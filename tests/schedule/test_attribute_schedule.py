@@ -4,7 +4,8 @@ import copy
 import warnings
 
 import pytest
-from torch import nn
+import torch
+from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop.schedule.annealing import piecewise
@@ -122,3 +123,12 @@ def test_scheduling_the_rate_by_a_function_equals_doing_it_by_hand():
             opt.zero_grad()
             i += 1
     assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_a_rate_is_put_back_also_if_it_is_a_tensor(lr):
+    model = still_model()
+    trainer = make_trainer(AttributeSchedulerCB({"opt.lr": lambda p: 0.1 * (1 - p)}), model=model)
+    trainer.opt_func, trainer.opt = None, optim.Adam(model.parameters(), lr=lr)
+    trainer.fit(1, valid=False)
+    assert float(trainer.opt.param_groups[0]["lr"]) == pytest.approx(0.1)

@@ -1180,3 +1180,59 @@ def test_a_scheduler_that_needs_more_than_the_optimizer_is_explained():
     assert any("`partial(StepLR, step_size=2)`" in o for o in caught.value.__notes__)
     with pytest.raises(TypeError, match="an argument of the scheduler"):
         EpochSchedulerCB(optim.lr_scheduler.StepLR, step_size=2)
+
+
+def grouped_trainer(*callbacks, tensors=False):
+    "Two groups, the second at ten times the rate of the first"
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
+
+    def opt_func(params, lr):
+        groups = [
+            dict(params=layer.parameters(), lr=torch.tensor(r * lr) if tensors else r * lr)
+            for layer, r in zip(model, (1, 10))
+        ]
+        return optim.Adam(groups)
+
+    return Trainer(DataLoaders(batches), F.mse_loss, opt_func, model, [BasicTrainCB(), *callbacks])
+
+
+SCHEDULES = {
+    "none": lambda: None,
+    "one cycle": lambda: OneCycleSchedulerCB(cycle_momentum=False),
+    "warm-up": lambda: WarmupSchedulerCB(),
+    "linear": lambda: WarmupSchedulerCB("linear"),
+    "stable": lambda: WSDSchedulerCB(),
+    "cosine": lambda: BatchSchedulerCB(
+        lambda opt, trainer: lrs.CosineAnnealingLR(opt, trainer.total_updates, eta_min=0.001)
+    ),
+    "polynomial": lambda: EpochSchedulerCB(lambda opt, trainer: lrs.PolynomialLR(opt, trainer.n_epochs)),
+    "steps to a floor": lambda: StepSchedulerCB(1, 0.1, min_lr=5e-3),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_groups_keep_their_ratio_after_a_schedule_has_brought_them_to_one_rate(name):
+    trainer, seen = grouped_trainer(), []
+
+    def before_batch(trainer):
+        seen.append([group["lr"] for group in trainer.opt.param_groups])
+
+    trainer.fit(1, lr=0.01, valid=False, callbacks=SCHEDULES[name]())
+    for lr in (0.02, 0.03):  # Again without a schedule, and then once more
+        trainer.fit(1, lr=lr, valid=False, keep_opt=True, callbacks=before_batch)
+        assert seen[-1] == pytest.approx([lr, 10 * lr])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_ratio_that_somebody_has_set_after_the_fit_counts(name):
+    trainer, seen = grouped_trainer(), []
+    trainer.fit(1, lr=0.01, valid=False, callbacks=SCHEDULES[name]())
+    for group, lr in zip(trainer.opt.param_groups, (0.5, 1.0)):
+        group["lr"] = lr
+
+    def before_batch(trainer):
+        seen.append([group["lr"] for group in trainer.opt.param_groups])
+
+    trainer.fit(1, lr=0.02, valid=False, keep_opt=True, callbacks=before_batch)
+    assert seen[0] == pytest.approx([0.02, 0.04])

@@ -534,3 +534,19 @@ def test_a_loss_that_says_it_is_a_sum_is_not_taken_for_a_mean(loss_func):
         gradient([AccumulationCB(2)], loss_func, batches)
     whole = [tuple(torch.cat(o) for o in zip(*batches))]
     assert gradient([AccumulationCB(2, weigh="sum")], loss_func, batches) == gradient([], loss_func, whole)
+
+
+def test_batches_beyond_the_length_that_was_known_are_gathered_as_the_others():
+    def before_epoch(trainer):
+        trainer.batches = (b for b in trainer.batches for _ in range(2))
+
+    seen = []
+    batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(8)]
+    callbacks = [BasicTrainCB(), AccumulationCB(4), before_epoch]
+    trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, nn.Linear(3, 1), callbacks)
+
+    def after_step(trainer):
+        seen.append(trainer.batch_num)
+
+    trainer.fit(1, valid=False, callbacks=after_step)
+    assert seen == [3, 7, 11, 15]
