@@ -29,6 +29,9 @@ def delegated_parameters(
         if not any(p.kind is Parameter.VAR_KEYWORD for p in params): break
     return list({p.name: p for params in chain for p in params}.values())
 
+def _parameters(f): return list(inspect.signature(f).parameters.values())
+
+# %% ../../nbs/loop/50_subclassing.ipynb #dc463d40
 def _takes_any(cls, method):
     "Whether a class along that chain makes use of its `**kwargs` itself, and passes nothing on"
     definers = [parent for parent in cls.__mro__ if method in vars(parent)]
@@ -40,8 +43,6 @@ def _takes_any(cls, method):
         reads = [o.argval for o in dis.get_instructions(code) if o.opname.startswith('LOAD')]
         return open_ended[0] in reads
     return False
-
-def _parameters(f): return list(inspect.signature(f).parameters.values())
 
 # %% ../../nbs/loop/50_subclassing.ipynb #8b7b56b7
 _UNKNOWN = ('`{cls}` got the keyword `{name}`, which nobody takes, so it would have no effect. '
