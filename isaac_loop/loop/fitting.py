@@ -116,6 +116,8 @@ _NOT_ONE = ('`{who}` is to work with `trainer.{name}`, which is a {kind}, and th
             'Keep each under a name of its own, such as `trainer.opt_d`, and add a callback for each.')
 _NO_OPTIMIZER = ('`{who}` is to work with `trainer.{name}`, and there is no such optimizer.{hint} '
                  'Say which one by `{who}(opt=...)`.')
+_NO_NAME = ('`{who}` got {kind} as `opt`, and wants the name of the attribute in which the trainer keeps its '
+            "optimizer, as each fit may have another one. Say it as in `{who}(opt='opt')`.")
 
 def one_optimizer(
     trainer, # Has it
@@ -123,6 +125,7 @@ def one_optimizer(
     who:str, # Name of the callback that asks
 ): # The optimizer, or an error
     "The optimizer that `trainer` has as `name`"
+    if not isinstance(name, str): raise TypeError(_NO_NAME.format(who=who, kind=type(name).__name__))
     opt = getattr(trainer, name, None)
     if hasattr(opt, 'param_groups'): return opt
     if opt is not None: raise TypeError(_NOT_ONE.format(who=who, name=name, kind=type(opt).__name__))

@@ -1236,3 +1236,9 @@ def test_a_ratio_that_somebody_has_set_after_the_fit_counts(name):
 
     trainer.fit(1, lr=0.02, valid=False, keep_opt=True, callbacks=before_batch)
     assert seen[0] == pytest.approx([0.02, 0.04])
+
+
+def test_an_optimizer_in_the_place_of_its_name_is_refused():
+    trainer = grouped_trainer(OneCycleSchedulerCB(opt=optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)))
+    with pytest.raises(TypeError, match="got SGD as `opt`, and wants the name of the attribute"):
+        trainer.fit(1, valid=False)
