@@ -95,6 +95,15 @@ def _nobody_does(trainer, name):
     if step is None or not in_batch or plan[step] or has_own_batch(trainer): return ''
     return _NOBODY.format(step)
 
+_OTHER_OPTS = ('`trainer.opt` is not there: with `opt_func=None` the trainer has the optimizers that you '
+               'gave it, {}. Ask for one of these by its name.')
+
+def _check_optimizers(trainer):
+    "Say which optimizers there are in the place of `opt`, if there are any"
+    own = vars(trainer)
+    there = [f'`trainer.{k}`' for k,o in own.items() if hasattr(o, 'param_groups')]
+    if there and own.get('opt_func', 0) is None: raise AttributeError(_OTHER_OPTS.format(', '.join(there)))
+
 class ByName:
     "Callbacks as attributes, and errors that say who writes what is missing"
     def __getattr__(self, name):
@@ -103,6 +112,7 @@ class ByName:
         if name in named: return named[name]
         found = getattr(type(self), name, None)
         if isinstance(found, property): return found.__get__(self) # It failed inside; say why
+        if name == 'opt': _check_optimizers(self)
         if name in STATE:
             aside = _ASIDE if vars(self).get('_side_runs') else ''
             more = _who_left(self, name) or _nobody_does(self, name) or aside

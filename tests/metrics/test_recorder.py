@@ -367,3 +367,19 @@ def test_columns_that_say_something_else_are_no_columns():
     mine.batch_columns = "grad_norm"
     with pytest.raises(ValueError, match="both write the column `grad_norm`"):
         make_trainer(mine, ClipGradCB(1.0)).fit(1, valid=False)
+
+
+def test_a_rate_that_no_single_optimizer_has_is_told_with_the_names_of_those_there_are():
+    class Two(Trainer):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            self.preds = self.model(self.batch[0])
+            self.loss = F.mse_loss(self.preds, self.batch[1])
+
+    trainer = make_trainer(RecorderCB())
+    two = Two(trainer.dls, F.mse_loss, None, trainer.model, RecorderCB())
+    two.opt_body = two.opt_head = optim.SGD(two.model.parameters(), 0.1)
+    with pytest.raises(
+        AttributeError, match="the trainer has the optimizers .*`trainer.opt_body`, `trainer.opt_head`"
+    ):
+        two.fit(1, valid=False)
