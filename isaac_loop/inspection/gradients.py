@@ -15,7 +15,7 @@ from ..basics.output import say
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, local_path
 from ..loop.events import CancelException, Order
-from ..loop.batch_record import as_tensor
+from ..loop.batch_record import as_tensor, check_column
 from ..models.hooks import find_parameters
 from ..show.media_files import check_format
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
@@ -94,7 +94,7 @@ class GradientStatsCB:
         column:str='grad_norm', # Name of the column of the norm of all of them
     ):
         self.module_filter,self.show,self.stats = module_filter,show,{}
-        self.column = column
+        self.column = check_column(column)
         self.every = check_count(every, 'every', 'updates are counted')
 
     def before_fit(self, trainer):

@@ -143,3 +143,15 @@ class BatchRecord(Sequence):
         numbers = numbers.tolist() if hasattr(numbers, 'tolist') else numbers
         if name in self.place[:3]: return Runs(numbers)
         return array('I' if name == 'batch' else 'd', numbers)
+
+# %% ../../nbs/loop/32_batch_record.ipynb #03ab55d9
+_NO_NAME = '`{!r}` cannot be the name of a column. Use a text such as `norm`.'
+_TAKEN = '`{}` is a column that says which batch a row is about. Record it under another name.'
+
+def check_column(
+    name:str, # Of a column of batches
+)->str: # The same
+    "Refuse a name that no column can have"
+    if not isinstance(name, str): raise TypeError(_NO_NAME.format(name))
+    if name in BatchRecord.place: raise ValueError(_TAKEN.format(name))
+    return name

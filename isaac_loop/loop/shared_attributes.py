@@ -157,7 +157,10 @@ def offered(
 _BOTH = ('`{}` and `{}` both write the column `{}` of training batches, so one would hide the other. Let one '
          'of them write under another name{}.')
 
-def as_names(given): return () if callable(given) else (given,) if isinstance(given, str) else tuple(given)
+def _names_in(given):
+    "The names that somebody offers as `batch_columns`, one or several; anything else says none"
+    if isinstance(given, str): return given,
+    return tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else ()
 
 def check_columns(
     callback, # In `before_fit`
@@ -171,7 +174,7 @@ def check_columns(
     others = [o for o in others if o is not callback and getattr(o, 'on_train', True) is not False]
     for other in others:
         if is_alike(other): continue
-        taken = [name for name in names if name in as_names(other.batch_columns)]
+        taken = [name for name in names if name in _names_in(other.batch_columns)]
         if not taken: continue
         renamed = [type(o).__name__ for o in (callback, other) if hasattr(o, 'column')]
         how = f', as by `{renamed[0]}(..., column=...)`' if renamed else ''

@@ -20,7 +20,7 @@ from ..loop.numbers_on_device import number_here, one_number
 from ..loop.pass_numbers import PassNumbers
 from ..loop.shared_attributes import check_columns
 from .losses import ended_in_error
-from ..loop.batch_record import BatchRecord
+from ..loop.batch_record import check_column
 from ..state.errors import ResumeMismatch
 from ..train.optimizer_options import rates_of
 
@@ -43,12 +43,11 @@ def _first_lr(trainer): return rates_of(trainer.opt)[0]
 
 _NO_FUNCTION = ('`{0}` is {1!r}, which cannot be asked at every batch. '
                 'Give a function of the trainer, as in `{0}=lambda trainer: ...`.')
-_TAKEN = '`{}` is a column that says which batch a row is about. Record it under another name.'
 
 def _check_functions(functions):
     for name,f in functions.items():
         if not callable(f): raise TypeError(_NO_FUNCTION.format(name, f))
-        if name in BatchRecord.place: raise ValueError(_TAKEN.format(name))
+        check_column(name)
 
 def _own_columns(functions):
     "Names of columns that nobody else may write; the loss as it is may be there twice"

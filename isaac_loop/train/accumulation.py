@@ -194,8 +194,8 @@ def _is_open(self:AccumulationCB, trainer):
 def _closed_before(self:AccumulationCB, trainer):
     "The last batch behind which a run that goes on here has closed a window; -1 for one that begins"
     done = trainer.start_batch
-    is_whole = trainer.n_batches is not None and done >= trainer.n_batches
-    return (done if is_whole else done - done % self.n_batches) - 1
+    last = trainer.n_batches if trainer.n_batches is not None and done >= trainer.n_batches else 0
+    return max(last, done - done % self.n_batches) - 1
 
 @patch
 def cleanup_epoch(self:AccumulationCB, trainer):

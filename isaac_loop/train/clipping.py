@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from ..basics.settings import show_settings
 from ..basics.tensors import whole
 from ..basics.old_names import old_words
+from ..loop.batch_record import check_column
 from ..loop.events import Order
 from ..loop.fitting import one_optimizer
 from ..loop.numbers_on_device import DeviceRecord, place_of
@@ -120,7 +121,8 @@ class ClipGradCB:
     ):
         given = {'max_norm': max_norm, 'max_value': max_value, 'adaptive': adaptive}
         self.kind,self.limit = _one_limit({k: v for k,v in given.items() if v is not None})
-        self.norm_type,self.params,self.column = float(norm_type),params,column
+        self.norm_type,self.params = float(norm_type),params
+        self.column = column if column is None else check_column(column)
         self._options = {self.kind: self.limit}
         self.clips_single_gradients = self.kind != 'max_norm' or math.isinf(self.norm_type)
         self.opt,self._known = opt,((), ())

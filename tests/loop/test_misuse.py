@@ -32,7 +32,7 @@ from isaac_loop.all import (
     with_cbs,
 )
 from isaac_loop.loop.callback_checks import _is_in_order, check_callback
-from small import data, trainer_with
+from small import StepsAsMethods, data, trainer_with
 
 
 def test_a_dict_of_callbacks_is_refused_by_its_name_and_lists_are_not():
@@ -1008,14 +1008,8 @@ def own_batch(name="batch"):
             if self.training:
                 self.run_callbacks("backward", "step", "zero_grad")
 
-        def backward(self):
-            self.loss.backward()
-
-        def step(self):
-            self.opt.step()
-
-        def zero_grad(self):
-            self.opt.zero_grad()
+        backward, step = StepsAsMethods.backward, StepsAsMethods.step
+        zero_grad = StepsAsMethods.zero_grad
 
     return Own
 

@@ -383,3 +383,18 @@ def test_a_rate_that_no_single_optimizer_has_is_told_with_the_names_of_those_the
         AttributeError, match="the trainer has the optimizers .*`trainer.opt_body`, `trainer.opt_head`"
     ):
         two.fit(1, valid=False)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda name: ClipGradCB(1.0, column=name), lambda name: GradientStatsCB(column=name)]
+)
+def test_a_column_has_a_name_that_nothing_else_has(make):
+    with pytest.raises(ValueError, match="`epoch` is a column that says which batch"):
+        make("epoch")
+    with pytest.raises(TypeError, match="`3` cannot be the name of a column"):
+        make(3)
+
+
+def test_columns_of_another_kind_are_passed_over():
+    odd = SimpleNamespace(name="odd", batch_columns=3, log=lambda trainer: None)
+    make_trainer(odd, ClipGradCB(1.0)).fit(1, valid=False)
