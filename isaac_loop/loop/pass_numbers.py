@@ -43,40 +43,37 @@ class PassNumbers:
     def __init__(self,
         *names, # Of the columns
     ):
-        self.names = names
+        self.names,self.width = names,1+len(names)
         self._begin([])
 
     def _begin(self, blocks):
         "Go on behind `blocks`: pairs of numbers of batches, and columns on their way"
-        self._held = blocks,[],tuple([] for _ in self.names) # And rows in no block yet: the same, still open
+        self._held = blocks,[] # And what is in no block yet: row after row
 
     def __len__(self):
-        blocks,new,_ = self._held
-        return sum(len(batches) for batches,_ in blocks) + len(new)
+        blocks,new = self._held
+        return sum(len(batches) for batches,_ in blocks) + len(new)//self.width
 
     def add(self,
-        batch:int, # Its number
-        *values, # One for each column, as of `one_number`
+        *row, # The number of a batch, and a value for each column, as of `one_number`
     ):
         "Keep the numbers of a batch where they are"
-        _,batches,columns = self._held
-        if len(columns[0]) > len(batches): self._columns() # Ctrl-C has come within a row
-        for column,value in zip(columns, values): column.append(value)
-        batches.append(batch)
-        if len(batches) >= self.block: self._blocks()
+        new = self._held[1]
+        new.extend(row)
+        if len(new) >= self.block*self.width: self._blocks()
 
     def _columns(self):
-        "The columns of the rows that are whole"
-        _,batches,columns = self._held
-        for column in columns: del column[len(batches):]
-        return columns
+        "Numbers of the batches that are in no block yet, and their columns"
+        new = self._held[1]
+        batches,*columns = (new[i::self.width] for i in range(self.width))
+        return batches,columns
 
     def _blocks(self):
         "Make a block of the rows; all blocks"
-        blocks,batches,_ = self._held
+        batches,columns = self._columns()
         if batches:
-            sent = Sent(list(map(_pieces, self._columns())), fresh=True)
-            self._begin(_and_one(blocks, array('I', batches), sent))
+            sent = Sent(list(map(_pieces, columns)), fresh=True)
+            self._begin(_and_one(self._held[0], array('I', batches), sent))
         return self._held[0]
 
 # %% ../../nbs/loop/41_pass_numbers.ipynb #e835ae62
@@ -93,10 +90,8 @@ def _and_one(blocks, batches, sent):
 @patch
 def _rows_here(self:PassNumbers):
     "Numbers of batches and columns, if there are no blocks yet, and all is on the CPU; else none"
-    blocks,batches,_ = self._held
-    if blocks or not batches: return [],()
-    columns = self._columns()
-    return (batches, columns) if all(map(_is_here, chain.from_iterable(columns))) else ([], ())
+    blocks,new = self._held
+    return ([], ()) if blocks or not all(map(_is_here, new)) else self._columns()
 
 def _is_here(x): return not isinstance(x, torch.Tensor) or x.device.type == 'cpu'
 

@@ -14,7 +14,7 @@ import torch
 from ..basics.checks import did_you_mean
 from ..basics.tensors import batch_size
 from ..loop.events import CancelException
-from ..loop.numbers_on_device import number_here
+from ..loop.numbers_on_device import is_here
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #a1239a80
 _NO_FUNCTION = '`f` is {!r}, which cannot be called with predictions and targets. Pass a function.'
@@ -41,12 +41,11 @@ class MeanOf:
     ):
         "Add a batch"
         first = targets[0] if targets else preds
-        n = len(first) if type(first) is torch.Tensor and first.ndim else _n_examples(preds, targets)
+        n = first.shape[0] if type(first) is torch.Tensor and first.ndim else _n_examples(preds, targets)
         if n == 0: return
         value = self.f(preds, *targets)
-        if type(value) is torch.Tensor and value.dtype is torch.bool and value.shape == (n,):
-            total = _n_true(value)
-        else: total = self._sum(value, n)
+        says_which = type(value) is torch.Tensor and value.dtype is torch.bool and value.shape == (n,)
+        total = _n_true(value) if says_which else self._sum(value, n)
         self.total,self.n = self.total+total,self.n+n
 
     def _sum(self, value, n):
@@ -75,10 +74,8 @@ def _exact_on(x):
 
 def _n_true(value):
     "How many entries are True: on a device a tensor"
-    if not value.is_cpu or value.layout is not torch.strided: return value.sum() # As is faster there
-    count = value.count_nonzero()
-    number = number_here(count)
-    return count if number is None else number
+    if not is_here(value) or value.layout is not torch.strided: return value.sum() # As is faster there
+    return value.count_nonzero().item()
 
 def _n_examples(preds, targets):
     "How many examples a batch has; without any rows it counts as one"

@@ -42,7 +42,7 @@ class Losses(PassNumbers):
         "Keep the loss of a batch"
         number = number_here(loss) if type(loss) is torch.Tensor and not loss.ndim else None
         if number is None: number = _kept(loss)
-        if isinstance(size, torch.Tensor): size = _kept(size)
+        if type(size) is not int and isinstance(size, torch.Tensor): size = _kept(size)
         PassNumbers.add(self, batch, number, size)
 
     def load_state_dict(self,
@@ -141,7 +141,7 @@ def rows_and_weight(
     if trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl): return _of_share(trainer, inputs, weigh)
     first = inputs[0] if inputs else None
     has_rows = type(first) is torch.Tensor and first.ndim # Those of most batches, without further ado
-    rows = first.size(0) if has_rows else rows_of(trainer.batch, inputs)
+    rows = first.shape[0] if has_rows else rows_of(trainer.batch, inputs)
     return rows,rows if rows and weigh in _BY_ROWS else weight_of(trainer.batch, rows, weigh)
 
 def _of_share(trainer, inputs, weigh):
