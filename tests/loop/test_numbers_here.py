@@ -7,6 +7,7 @@ and goes in the middle.
 
 import contextlib
 import io
+import sys
 import warnings
 
 import pytest
@@ -170,14 +171,41 @@ def test_a_mean_goes_on_as_it_would_on_a_device():
     assert total(lambda i: False) == total(lambda i: True) == total(lambda i: i % 5 == 0)
 
 
-def test_a_row_that_ctrl_c_has_cut_does_not_count():
-    numbers = PassNumbers("loss", "size")
-    numbers.add(0, 0.5, 3)
-    numbers._held[2][0].append(9.0)  # As if it had come between two columns
-    assert len(numbers) == 1 and numbers.read() == {"loss": [0.5], "size": [3.0]}
-    numbers._held[2][0].append(9.0)
-    numbers.add(1, 0.25, 4)
-    assert numbers.read() == {"loss": [0.5, 0.25], "size": [3.0, 4.0]} and list(numbers.batches) == [0, 1]
+def interrupted_at(f, n):
+    "Call `f` and raise what Ctrl-C raises before the `n`th line or step of Python; whether `f` got so far"
+    left = [n]
+
+    def trace(frame, event, arg):
+        frame.f_trace_opcodes = True
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        f()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("block", [2, 256])
+def test_a_row_that_ctrl_c_has_cut_does_not_count(block, monkeypatch):
+    monkeypatch.setattr(PassNumbers, "block", block)
+    rows, n, was_cut = [(0, 0.5, 3.0), (1, 0.25, 4.0), (2, 0.125, 5.0)], 0, True
+    while was_cut:
+        numbers, n = PassNumbers("loss", "size"), n + 1
+        numbers.add(*rows[0])
+        was_cut = interrupted_at(lambda: numbers.add(*rows[1]), n)
+        there = rows[: len(numbers)]
+        assert there in (rows[:1], rows[:2])
+        numbers.add(*rows[2])
+        batches, losses, sizes = map(list, zip(*there, rows[2]))
+        assert numbers.read() == {"loss": losses, "size": sizes} and list(numbers.batches) == batches
+    assert n > 10 and len(there) == 2
 
 
 def test_a_loss_that_is_written_to_later_is_kept_as_it_was():

@@ -209,7 +209,7 @@ def test_what_is_kept_holds_no_graph(watched):
         order = Order.LAST
 
         def after_batch(self, trainer):
-            kept = [value for column in recorder._pass._held[2] for value in column]
+            kept = [value for column in recorder._pass._columns()[1] for value in column]
             assert kept and not any(getattr(value, "requires_grad", False) for value in kept)
             assert all(isinstance(value, torch.Tensor) for value in kept) == watched
 
