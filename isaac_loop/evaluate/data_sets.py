@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..basics.checks import did_you_mean
 from ..data.dataset_order import in_order
+from ..data.resumable_loaders import Resumable
 from ..loop.events import callback_name
 from ..loop.monitor import declared_columns
 from ..loop.shared_attributes import offering
@@ -29,9 +30,15 @@ def chosen_loader(
     if dl is None or isinstance(dl, str): return _named(dls, dl or 'valid')
     rows = torch.is_tensor(dl) or (isinstance(dl, Dataset) and not isinstance(dl, IterableDataset))
     if rows: raise TypeError(_ROWS.format(type(dl).__name__))
+    if _are_several(dl): raise TypeError(_SEVERAL.format(type(dl).__name__))
     walkable = hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')
     if not walkable: raise TypeError(_NO_LOADER.format(type(dl).__name__))
     return dl
+
+def _are_several(dl):
+    "Whether this holds loaders: a dict, or a list that begins with one"
+    first = dl[:1] if isinstance(dl, (list, tuple)) else ()
+    return isinstance(dl, dict) or any(isinstance(x, (DataLoader, Resumable)) for x in first)
 
 def _named(dls, name):
     names = 'train','valid'
@@ -45,6 +52,8 @@ _NO_NAME = ("The trainer has no loader {name!r}; it has 'train' and 'valid'.{hin
 _NOTHING = '`dls.{name}` is {there}, so there is nothing to look at. Pass a loader: `dl=...`.'
 _ROWS = ('`dl` is a {}, which gives single rows, but the model wants batches. '
          'Wrap it: `DataLoader(dataset, batch_size=64)`.')
+_SEVERAL = ('`dl` is a {} of loaders, and here only one is looked at. Take them one after the other; '
+            '`EvaluatorCB` takes several as a dict, with a name for each.')
 _NO_LOADER = "`dl` is a {}, which cannot be iterated. Pass a loader, 'train' or 'valid'."
 
 # %% ../../nbs/evaluate/15_data_sets.ipynb #e6cd7f02

@@ -35,10 +35,15 @@ def check_new_trainer(
         raise TypeError(_WRONG_ORDER.format(f'`model` is the class `{model.__name__}`'))
     if isinstance(opt_func, torch.nn.Module):
         raise TypeError(_WRONG_ORDER.format(f'`opt_func` is a module, {made_of}'))
+    if _is_optimizer(loss_func): raise TypeError(_WRONG_ORDER.format('`loss_func` is an optimizer'))
     if isinstance(loss_func, type) and issubclass(loss_func, torch.nn.Module):
         raise TypeError(_LOSS_CLASS.format(loss_func.__name__))
     check_keywords(type(trainer), kwargs)
     check_trainer_class(type(trainer), trainer.plan.events)
+
+def _is_optimizer(x):
+    "Whether `x` is one, or a class of them"
+    return issubclass(x if isinstance(x, type) else type(x), torch.optim.Optimizer)
 
 # %% ../../nbs/loop/31_new_trainer.ipynb #36cc7cfe
 _THE_ORDER = ('The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`; the rate is given to '

@@ -165,3 +165,19 @@ def warn_of_late_methods(
     told.add('method')
     name = next(o for o in {**source.methods, **now} if now.get(o) != source.methods.get(o))
     warn(_LATE_METHOD.format(name, 'set' if name in now else 'taken away'))
+
+# %% ../../nbs/loop/37_pass_checks.ipynb #1fcf3341
+_UNREAD = ('`trainer.{}` is True, and the loop does not read it, so another pass begins. To stop, call '
+           "`trainer.request_stop('reason')`, or raise `CancelFitException`.")
+_STOPS = 'stop_training','should_stop','should_terminate','early_stop','stop' # Elsewhere
+
+def warn_of_unread_stop(
+    trainer, # Is about to walk over its batches
+):
+    "Warn, once, when a fit goes on though somebody has set what would stop it elsewhere"
+    is_later,told = trainer._training and trainer._lengths,trainer.plan.told # Not the first of its fit
+    if not is_later or 'stop' in told: return
+    found = [o for o in _STOPS if vars(trainer).get(o) is True and not hasattr(type(trainer), o)]
+    if not found: return
+    told.add('stop')
+    warn(_UNREAD.format(found[0]))

@@ -112,6 +112,7 @@ def until_over(
     trainer._plain_dls = plain_dls(trainer)
     pass_checks.warn_of_late_loader(trainer)
     pass_checks.warn_of_late_model(trainer)
+    pass_checks.warn_of_unread_stop(trainer)
     return iter(source) if trainer.batches is source else _until_over(trainer.batches, source)
 
 def _until_over(batches, source):

@@ -832,6 +832,9 @@ def test_loaders_that_are_none_are_refused():
         trainer.get_preds(trainer.dls)
     with pytest.raises(TypeError, match="`dl` is a int"):
         trainer.validate(3)
+    for several in ([trainer.dls.valid] * 2, dict(a=trainer.dls.valid, b=trainer.dls.train)):
+        with pytest.raises(TypeError, match="of loaders, and here only one.*takes several as a dict"):
+            trainer.validate(several)
     with pytest.raises(ValueError, match="The loader has no batches"):
         trainer.get_preds([])
     with pytest.raises(ValueError, match="The loader has no batches"):

@@ -1078,3 +1078,36 @@ def test_a_limit_that_is_no_whole_number_is_refused(n):
     trainer = trainer_with(SimpleNamespace(name="odd", max_updates=n, log=lambda trainer: None))
     with pytest.raises(TypeError, match="`odd.max_updates` is .*no number of updates"):
         trainer.fit(1, callbacks=OneCycleSchedulerCB())
+
+
+@pytest.mark.parametrize("name", ["stop_training", "should_stop", "stop"])
+def test_a_flag_that_stops_other_loops_is_told_once_when_the_fit_goes_on(name):
+    def after_batch(trainer):
+        setattr(trainer, name, True)
+
+    trainer = trainer_with(after_batch)
+    told = told_by(lambda: trainer.fit(4))
+    assert [f"`trainer.{name}` is True" in o and "request_stop" in o for o in told] == [True]
+    assert not told_by(lambda: trainer.fit(2))
+
+
+def test_a_flag_that_somebody_reads_himself_is_not_told():
+    class Stops(Trainer):
+        should_stop = False
+
+    def log(trainer):
+        trainer.should_stop = trainer.stop_training = True
+        trainer.request_stop("by itself")
+
+    def own(trainer):
+        trainer.should_stop = True
+
+    assert not told_by(lambda: trainer_with(log).fit(4))
+    own.__name__ = "after_batch"
+    assert not told_by(lambda: trainer_with(own, cls=Stops).fit(3))
+
+
+@pytest.mark.parametrize("loss_func", [optim.SGD, optim.SGD([torch.zeros(1, requires_grad=True)])])
+def test_an_optimizer_in_the_place_of_the_loss_is_refused(loss_func):
+    with pytest.raises(TypeError, match="`loss_func` is an optimizer.*The order is"):
+        Trainer(DataLoaders(data(2)), loss_func, F.mse_loss, nn.Linear(1, 1), BasicTrainCB())
