@@ -45,15 +45,21 @@ def keep_optimizer(
 def scale_rates(
     trainer, # Has `opt` and `lr`
 ):
-    "Give `lr` to the first parameter group; the others keep their ratio to it"
-    groups,before = trainer.opt.param_groups,_rates_before(trainer)
-    first = before[0]
-    for group,rate in zip(groups, before): group['lr'] = trainer.lr*(rate/first if first else 1)
+    "Give `lr` to the parameter group that had it at first; the others keep their ratio to it"
+    opt,before = trainer.opt,_rates_before(trainer)
+    made,i = vars(trainer).get('_made_opt', (None, 0))
+    whole = before[i if made is opt else 0]
+    for group,rate in zip(opt.param_groups, before): group['lr'] = trainer.lr*(rate/whole if whole else 1)
 
 def _rates_before(trainer):
     "The rates of the groups; where a schedule has left them, those that it began with"
     now,(begun,ended) = [float(group['lr']) for group in trainer.opt.param_groups],trainer._scheduled
     return begun if now == ended else now
+
+def _group_at(opt, lr):
+    "Number of the first parameter group that has the rate `lr`; 0 if none does"
+    rates = [group.get('lr') for group in getattr(opt, 'param_groups', ())]
+    return rates.index(lr) if lr in rates else 0
 
 # %% ../../nbs/loop/29_fitting.ipynb #bb51844f
 _NO_PARAMETERS = ('`{}` has no parameters, so there is nothing to train. '
@@ -84,6 +90,7 @@ def make_optimizer(
         e.add_note(_LR_TWICE if "multiple values for argument 'lr'" in str(e) else _CALLING)
         raise
     trainer._last_opt = trainer.opt,
+    trainer._made_opt = trainer.opt,_group_at(trainer.opt, trainer.lr)
     _check_made(trainer.opt, params, trainer)
 
 def _check_made(opt, params, trainer):
@@ -180,6 +187,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _made_for=(None,), # In a fit the model that it began to train; in a tuple it is no part of the run
         _lengths=[], # How many batches each training pass of this fit was to have, and how many it had
         _resuming=[], # Functions of whoever resumes this fit, for `passes_left`
+        _made_opt=(None, 0), # The optimizer that `opt_func` made last, and which of its groups got `lr`
         _scheduled=(None, None), # Rates of the groups before the last schedule, and where it has left them
         _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
         _plain_dls=False, # In a pass with the usual `split` the loaders, which say what of a batch is input

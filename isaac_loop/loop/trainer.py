@@ -66,7 +66,7 @@ class Trainer(ByName):
         callbacks=None, # Callbacks for this fit only
         train=True, # Run the training passes?
         valid=True, # Run the validation passes?
-        keep_opt=False, # Go on with the last optimizer? Its first group gets `lr`, others keep their ratio
+        keep_opt=False, # Go on with the last optimizer? What had `lr` gets it anew, groups keep their ratio
         **unknown # Any other name is an error
     ):
         "Train and validate for `n_epochs`; callbacks do all the work"

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import optim
+from torch import nn, optim
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
 
@@ -32,6 +32,7 @@ from isaac_loop.schedule.plateau import PlateauSchedulerCB, StepSchedulerCB
 from isaac_loop.schedule.schedulers import BatchSchedulerCB, EpochSchedulerCB, SchedulerCB
 from isaac_loop.schedule.schedules import OneCycleSchedulerCB, WarmupSchedulerCB, WSDSchedulerCB
 from isaac_loop.stop.limits import LimitCB
+from isaac_loop.train.freezing import discriminative_rates
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import (
@@ -1242,3 +1243,37 @@ def test_an_optimizer_in_the_place_of_its_name_is_refused():
     trainer = grouped_trainer(OneCycleSchedulerCB(opt=optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)))
     with pytest.raises(TypeError, match="got SGD as `opt`, and wants the name of the attribute"):
         trainer.fit(1, valid=False)
+
+
+def layered_trainer():
+    model = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1))
+    opt_func = discriminative_rates(optim.Adam, model, 10.0)
+    batches = [(torch.ones(2, 1), torch.ones(2, 1))] * 4
+    return Trainer(DataLoaders(batches), F.mse_loss, opt_func, model, [BasicTrainCB()])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_of_layers_are_as_before_when_an_optimizer_is_kept_at_the_same_rate(name):
+    "The groups of `discriminative_rates` begin with the lowest rate; the last has that of the fit"
+    seen = []
+
+    def before_batch(trainer):
+        seen.append([group["lr"] for group in trainer.opt.param_groups])
+
+    trainer = layered_trainer()
+    trainer.fit(1, lr=0.01, valid=False, callbacks=before_batch)
+    assert seen[0] == pytest.approx([0.001, 0.01])
+    trainer.fit(1, lr=0.01, valid=False, keep_opt=True, callbacks=SCHEDULES[name]())
+    trainer.fit(1, lr=0.01, valid=False, keep_opt=True, callbacks=before_batch)
+    assert seen[-1] == pytest.approx([0.001, 0.01])
+    trainer.fit(1, lr=0.05, valid=False, keep_opt=True, callbacks=before_batch)
+    assert seen[-1] == pytest.approx([0.005, 0.05])
+
+
+def test_rates_of_layers_are_those_of_the_fit_after_a_checkpoint_was_loaded(tmp_path):
+    first, other = layered_trainer(), layered_trainer()
+    first.fit(1, lr=0.01, valid=False)
+    first.save(tmp_path)
+    other.load(tmp_path)
+    other.fit(1, lr=0.02, valid=False, keep_opt=True)
+    assert [group["lr"] for group in other.opt.param_groups] == pytest.approx([0.002, 0.02])
