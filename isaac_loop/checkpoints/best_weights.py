@@ -12,7 +12,7 @@ from ..basics.checks import warn
 from ..basics.settings import show_settings
 from ..basics.old_names import old_words
 from ..loop.events import CancelException, Order
-from ..loop.monitor import Monitor, check_monitored, mode_of
+from ..loop.monitor import Monitor, check_monitored, mode_of, value_now
 from ..loop.shared_attributes import offered
 from ..state.keeps_state import KeepsBest
 from ..state.run_state import load_weights_into
@@ -56,7 +56,7 @@ class KeepBestCB(KeepsBest):
 
     def log(self, trainer):
         "Copy the weights if what was measured is the best"
-        value = trainer.history.news.get(self.monitor)
+        value = value_now(trainer, self.monitor)
         if value is None: return
         self.seen = True
         if not self.judge.update(value): return

@@ -91,6 +91,7 @@ def after_fit(self:CheckpointCB, trainer):
     "Save the end"
     self._end = None
     self._save(trainer, self._next_epoch(trainer), finished=True)
+    self._numbers.warn_of_none(trainer)
 
 @patch
 def _next_epoch(self:CheckpointCB, trainer):

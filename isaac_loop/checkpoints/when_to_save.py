@@ -9,7 +9,8 @@ __all__ = []
 import datetime, math, time
 from numbers import Integral
 
-from ..loop.monitor import Monitor
+from ..basics.checks import warn
+from ..loop.monitor import Monitor, value_now
 from ..loop.shared_attributes import offered
 
 # %% ../../nbs/checkpoints/03_when_to_save.ipynb #1aeb8c12
@@ -87,6 +88,9 @@ def _numbers_in(row):
     "What was measured in an epoch"
     return {k: v for k,v in (row or {}).items() if isinstance(v, (int, float)) and k not in ('fit', 'epoch')}
 
+_NEVER = ('`CheckpointCB` watched `{}`, which had no value in any epoch of this fit, so none of its '
+          'checkpoints is the best. Was there no validation?')
+
 class NewestNumbers:
     "What was measured with the weights as they are, and whether it is the best"
     def __init__(self,
@@ -101,6 +105,7 @@ class NewestNumbers:
         self.judge.reset()
         self.updates,self.numbers = 0,{} # What was measured in the middle of an epoch, after how many updates
         self.better = False # Whether the best was measured since the last time that somebody asked
+        self.was_measured = False # Whether there was any value
 
     def note(self, trainer):
         "Note what was measured just now"
@@ -110,7 +115,15 @@ class NewestNumbers:
 
     def compare(self, trainer):
         "See whether what is new is the best"
-        if self.judge.update(trainer.history.news.get(self.monitor)): self.better = True
+        value = value_now(trainer, self.monitor) if self.monitor is not None else None
+        self.was_measured = self.was_measured or value is not None
+        if self.judge.update(value): self.better = True
+
+    def warn_of_none(self, trainer):
+        "Say so if there never was a value"
+        is_told = self.monitor is None or self.was_measured
+        if is_told or not trainer.n_epochs or trainer.stop_reason is not None: return
+        warn(_NEVER.format(self.monitor))
 
     def is_better(self):
         "Whether the best value was measured since the last time"
@@ -127,5 +140,5 @@ class NewestNumbers:
 
     def load_state_dict(self, state):
         "Go on with what was the best"
-        self.judge.best = state['best']
+        self.judge.best,self.was_measured = state['best'],state['best'] is not None
         self.updates,self.numbers = state.get('measured', (0, {}))

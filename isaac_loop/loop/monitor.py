@@ -81,6 +81,19 @@ def mode_of(
     if not monitor.endswith('loss'): raise ValueError(_NO_MODE.format(monitor))
     return 'min'
 
+# %% ../../nbs/loop/34_monitor.ipynb #c5d7c58e
+_NO_NUMBER = ('`{name}` is {value!r} in the history, but whether it gets better can only be said of a '
+              'number. Watch another column.')
+
+def value_now(
+    trainer, # With a history
+    name:str, # Column to watch
+): # A number; None if there is nothing new
+    "What the present epoch's row newly says about `name`"
+    value = trainer.history.news.get(name)
+    if isinstance(value, (list, tuple, dict, str)): raise TypeError(_NO_NUMBER.format(name=name, value=value))
+    return value
+
 # %% ../../nbs/loop/34_monitor.ipynb #fe5294db
 _WORSE = ('`min_delta` is {!r}, which would call a change for the worse an improvement. '
           'Use 0 or more.')

@@ -10,7 +10,7 @@ from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
 from .schedulers import EpochSchedulerCB
-from ..loop.monitor import check_monitored, mode_of
+from ..loop.monitor import check_monitored, mode_of, value_now
 from ..state.keeps_state import check_same_monitor
 from ..basics.checks import check_count, warn
 from ..train.optimizer_options import put_option, rates_of
@@ -48,16 +48,6 @@ class StepSchedulerCB(EpochSchedulerCB):
         for group,lr in zip(opt.param_groups, before):
             if float(group['lr']) < min(lr, self.min_lr): put_option(group, 'lr', lr)
 
-# %% ../../nbs/schedule/30_plateau.ipynb #42355452
-_NO_NUMBER = ('`{name}` is {value!r} in the history, but whether it gets better can only be said of a '
-              'number. Watch another column.')
-
-def _value_now(trainer, name):
-    "What the present epoch's row newly says about `name`, None if it says nothing"
-    value = trainer.history.news.get(name)
-    if isinstance(value, (list, tuple, str)): raise TypeError(_NO_NUMBER.format(name=name, value=value))
-    return value
-
 # %% ../../nbs/schedule/30_plateau.ipynb #6fc44fb1
 _NEVER_MEASURED = ('`{cb}` watched `{monitor}`, which had no value in any epoch of this fit, so the rate '
                    'was never reduced. Was there no validation?')
@@ -90,7 +80,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
 
     def measured(self, trainer):
         "Tell the schedule what was measured just now"
-        value = _value_now(trainer, self.monitor) if self.scheduler is not None else None
+        value = value_now(trainer, self.monitor) if self.scheduler is not None else None
         if value is None: return
         self._seen += 1
         self.scheduler.step(value)

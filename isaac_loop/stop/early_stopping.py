@@ -10,7 +10,7 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_count, warn
 from ..basics.old_names import old_words
 from ..loop.events import Order
-from ..loop.monitor import Monitor, check_monitored, mode_of
+from ..loop.monitor import Monitor, check_monitored, mode_of, value_now
 from ..state.keeps_state import KeepsBest
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #7275a1c9
@@ -74,7 +74,7 @@ class EarlyStoppingCB(KeepsBest, Monitor):
 
     def _judge(self, trainer, unit):
         "Stop if what is new gives reason to"
-        value = trainer.history.news.get(self.monitor)
+        value = value_now(trainer, self.monitor)
         if value is None or trainer.epoch < self.start_epoch: return
         self.n_seen += 1
         self.update(value)

@@ -24,6 +24,7 @@ from isaac_loop.checkpoints.best_weights import KeepBestCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.device.precision import MixedPrecisionCB
 from isaac_loop.checkpoints.rewind import RewindCB
+from isaac_loop.stop.early_stopping import EarlyStoppingCB
 from isaac_loop.stop.interrupts import InterruptCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
@@ -817,3 +818,53 @@ def test_a_model_that_has_no_shape_yet_is_taken_back_to_a_batch():
     trainer = Trainer(DataLoaders(batches), F.cross_entropy, optim.SGD, model, [BasicTrainCB(), RewindCB()])
     trainer.fit(2, valid=False)
     assert (1, 0) in trainer.RewindCB.states and (0, 0) not in trainer.RewindCB.states
+
+
+# ---- what is watched is no number, or never comes
+
+
+class Gives:
+    "A metric that computes what it was given"
+
+    def __init__(self, value):
+        self.value = value
+
+    def reset(self):
+        pass
+
+    def update(self, *args):
+        pass
+
+    def compute(self):
+        return self.value
+
+
+def watchers(folder, name="score"):
+    watched = dict(monitor=name, mode="max")
+    best = CheckpointCB(folder, every="best", **watched)
+    return KeepBestCB(**watched), EarlyStoppingCB(**watched), PlateauSchedulerCB(**watched), best
+
+
+@pytest.mark.parametrize("i", range(4))
+@pytest.mark.parametrize("value", [[1.0, 2.0], torch.tensor([1.0, 2.0])])
+def test_who_watches_a_column_of_lists_is_told_that_none_is_better(i, value, tmp_path):
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(score=Gives(value)), watchers(tmp_path)[i]])
+    with pytest.raises(TypeError, match=r"`score` is \[1.0, 2.0\] in the history.*only be said of a number"):
+        trainer.fit(2, lr=0.1)
+
+
+@pytest.mark.parametrize("i", range(4))
+@pytest.mark.parametrize("value, valid", [(dict(a=1.0), True), (1.0, False)])
+def test_who_has_never_seen_a_value_says_so_in_the_end(i, value, valid, tmp_path):
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(score=Gives(value)), watchers(tmp_path)[i]])
+    with pytest.warns(UserWarning, match="watched `score`, which had no value in any epoch"):
+        trainer.fit(2, lr=0.1, valid=valid)
+
+
+def test_a_run_that_is_asked_to_stop_says_nothing_of_the_best(tmp_path, recwarn):
+    def after_batch(trainer):
+        trainer.request_stop("enough")
+
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(score=Gives(1.0)), watchers(tmp_path)[3], after_batch])
+    trainer.fit(2, lr=0.1, valid=False)
+    assert not [o for o in recwarn if "had no value" in str(o.message)]
