@@ -709,3 +709,62 @@ def test_callbacks_run_after_the_device_whatever_the_order_of_adding():
         [DeviceCB("meta"), BatchAugmentationCB(lambda x: x if x.is_meta else 1 / 0)],
     ):
         assert run([*callbacks, DeviceOfCB()]).DeviceOfCB.seen == "meta"
+
+
+# A transform that writes to what it is given
+
+
+def in_place(batch):
+    if isinstance(batch, torch.Tensor):
+        return batch.mul_(1.1)
+    batch["x"] = batch["x"].mul_(1.1)
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["item", "tuple", "dict"])
+def test_the_loaders_own_batches_stay_as_they_are_whatever_a_transform_writes_to(kind):
+    batches = make_batches()
+    if kind == "dict":
+        batches = [dict(x=x, y=y) for x, y in batches]
+    values = lambda: [x for b in batches for x in (b.values() if kind == "dict" else b)]
+    before = [x.clone() for x in values()]
+    dls = DataLoaders(batches, batches[:1], split=lambda b: (b["x"], b["y"]) if kind == "dict" else b)
+    written = {
+        "item": lambda: BatchAugmentationCB(in_place, on_valid=True),
+        "tuple": lambda: BatchTransformCB(lambda b: (b[0].mul_(1.1), b[1])),
+        "dict": lambda: BatchTransformCB(in_place),
+    }[kind]()
+    by_hand = {
+        "item": lambda: BatchAugmentationCB(lambda x: x * 1.1, on_valid=True),
+        "tuple": lambda: BatchTransformCB(lambda b: (b[0] * 1.1, b[1])),
+        "dict": lambda: BatchTransformCB(lambda b: {**b, "x": b["x"] * 1.1}),
+    }[kind]()
+    losses = []
+    for cb in (written, by_hand):
+        set_seed(1)
+        callbacks = [BasicTrainCB(), MetricsCB(show=False), cb]
+        trainer = Trainer(dls, F.cross_entropy, optim.SGD, make_model(), callbacks)
+        trainer.fit(3, lr=0.1)
+        losses.append(trainer.history["valid_loss"])
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, values(), before))
+
+
+def test_a_transform_that_writes_only_later_is_told_and_gets_a_copy_from_then_on():
+    batches, n = make_batches(4), []
+    before = [x.clone() for x, _ in batches]
+
+    def later(x):
+        n.append(1)
+        return x.add_(1) if len(n) > 2 else x + 1
+
+    trainer = Trainer(
+        DataLoaders(batches),
+        F.cross_entropy,
+        optim.SGD,
+        make_model(),
+        [BasicTrainCB(), BatchAugmentationCB(later)],
+    )
+    with pytest.warns(UserWarning, match="`later` has written to item 0 for the first time"):
+        trainer.fit(2, lr=0.1, valid=False)
+    assert [torch.equal(x, o) for (x, _), o in zip(batches, before)] == [True, True, False, True]
