@@ -61,7 +61,7 @@ class CheckpointCB(ResumingCB):
         if monitor is None: check_unmonitored(every, keep_best)
         self.folder,self.monitor,self.every = folder,monitor,every
         self.resume,self.strict,self.verify = checked_resume(resume),check_flag(strict, 'strict'),verify
-        self.path = None # The newest checkpoint
+        self.path = None # The newest checkpoint, of this fit or of one that was complete already
         self._when = When(every)
         self._writes = BackgroundWrites()
         self._numbers = NewestNumbers(monitor, mode)
@@ -214,6 +214,7 @@ def _epochs(self:CheckpointCB, trainer, epochs):
     weights = '; its weights are in the model.' if weights_too else _OTHER_MODEL
     once_more = not (later or trainer._last_ended)
     how = 'call `fit` once more.' if once_more else '`trainer.load` it and save in another folder.'
+    self.path = Path(trainer.ranks.from_main(lambda: str(self._run.store.loaded_from)))
     if trainer.ranks.is_main: say(_COMPLETE.format(self._fits.over, self._run.where(), weights, how))
     raise CompleteAlready('the fit is complete already')
 

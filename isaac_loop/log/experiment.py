@@ -79,7 +79,7 @@ class ExperimentCB:
         self.tee,self._url = tee,url
         self._of,self._about = None,None # The trainer, and what others are told
         self._log,self._row,self._tees = None,None,{} # Of the present fit
-        self._kept = False # Is the record written?
+        self._kept,self._is_old = False,False # Is the record written? Was there something in the folder?
 
     @property
     def folder(self):
@@ -122,7 +122,10 @@ def _take(self:ExperimentCB, trainer):
     "Choose the folder of this run"
     self._of,self._kept,self._about = weakref.ref(trainer),False,None
     ranks = trainer.ranks
-    unfinished,folder = ranks.from_main(lambda: (self._unfinished(), self._choose()))
+    def choose():
+        unfinished,folder = self._unfinished(),self._choose()
+        return unfinished, folder, not is_empty(Path(folder))
+    unfinished,folder,self._is_old = ranks.from_main(choose)
     folder = Path(folder)
     stamp = folder.name.removeprefix(f'{self.experiment}_')
     self._main,self._rank = ranks.is_main,ranks.rank if ranks.size > 1 else None
@@ -148,7 +151,7 @@ def _end_log(self:ExperimentCB, trainer):
     self._log,self._tees = None,{}
     untee_streams(tees)
     logging.getLogger().removeHandler(log)
-    if self._kept: return
+    if self._kept or self._is_old: return # Also if its run was complete, and nothing was left to do
     if self._main and is_empty(self.folder): shutil.rmtree(self.folder, ignore_errors=True)
     self._of = self._about = trainer.experiment = None # The next fit takes a new one
 

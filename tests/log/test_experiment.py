@@ -750,6 +750,28 @@ def test_a_run_that_was_killed_when_all_was_trained_is_finished_by_the_next_star
     assert (folder / "logs" / "log.txt").read_text().count("finished") == 1
 
 
+def test_a_complete_run_that_is_started_again_knows_its_folder_and_its_checkpoint(tmp_path):
+    "The last lines of a script, such as `torch.save(..., trainer.experiment.folder/'final.pt')`, run again"
+    folders, paths = [], []
+    for _ in range(3):
+        experiment, checkpoint = ExperimentCB(tmp_path, "p", "net", resume="latest"), CheckpointCB()
+        trainer = small(experiment, checkpoint)
+        trainer.fit(2)
+        (trainer.experiment.folder / "final.txt").write_text("done")
+        assert experiment.folder == trainer.experiment.folder
+        folders.append(experiment.folder)
+        paths.append(checkpoint.path)
+    assert len(set(folders)) == 1 and len(set(paths)) == 1 and paths[0].parent == folders[0] / "checkpoints"
+    trainer.fit(2)
+    assert trainer.experiment.folder == folders[0] and len(list((tmp_path / "p").iterdir())) == 1
+
+
+def test_a_fit_that_did_nothing_in_a_new_folder_leaves_none(tmp_path):
+    trainer = small(ExperimentCB(tmp_path, "p", "net", resume="latest"))
+    trainer.fit(0)
+    assert trainer.experiment is None and list((tmp_path / "p").iterdir()) == []
+
+
 def test_code_is_kept_again_only_where_it_has_changed(tmp_path):
     "And a start that was killed is told from one that is running"
 
