@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/basics/10_checks.ipynb #320bc70a
-import inspect, os, re, sys, warnings
+import inspect, math, os, re, sys, warnings
 from difflib import get_close_matches
 from operator import index
 from pathlib import Path
@@ -34,6 +34,39 @@ def _whole(value):
     try: return None if isinstance(value, bool) else index(value)
     except TypeError: return None
 
+# %% ../../nbs/basics/10_checks.ipynb #e19fb6e4
+def is_number(
+    x, # Anything
+)->bool:
+    "Whether `x` is one real number, of Python, of NumPy or in a tensor; no bool, and not NaN"
+    if type(x).__name__ in ('bool', 'bool_'): return False
+    try: return not math.isnan(x)
+    except (TypeError, ValueError, RuntimeError, OverflowError): return False
+
+# %% ../../nbs/basics/10_checks.ipynb #717f14c4
+def check_number(
+    value, # What was given
+    name:str, # Name of the argument, for the message
+    why:str, # Why nothing else will do, for the message: 'rates are compared with it'
+    none:str=None, # What None means, for the message; without it None is refused
+): # The same
+    "`value`, if it is a number, or an error"
+    if is_number(value) or (value is None and none is not None): return value
+    instead = '' if none is None else f', or None {none}'
+    raise ValueError(f'`{name}` is {value!r}, but {why}. Use a number{instead}.')
+
+# %% ../../nbs/basics/10_checks.ipynb #32f79de3
+def check_list(
+    value, # What was given
+    name:str, # Name of the argument, for the message
+    why:str, # Why nothing else will do, for the message: 'hooks are put on several modules'
+)->list:
+    "The entries of `value`, if it can be walked over and is no text, or an error"
+    try: entries = None if isinstance(value, (str, bytes)) else iter(value)
+    except TypeError: entries = None
+    if entries is None: raise TypeError(f'`{name}` is {value!r}, but {why}. Use a list.')
+    return list(entries)
+
 # %% ../../nbs/basics/10_checks.ipynb #558d1525
 def did_you_mean(
     name:str, # What was written
@@ -41,7 +74,7 @@ def did_you_mean(
     cutoff:float=0.6, # How alike they must be, 0 to 1
 )->str: # A question to append to an error, or nothing
     "Suggest the nearest of the `known` names"
-    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    near = get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     return f' Did you mean `{near[0]}`?' if near else ''
 
 # %% ../../nbs/basics/10_checks.ipynb #b9c2d66e

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from .best_weights import evaluated_model
 from ..basics.settings import show_settings
-from ..basics.checks import did_you_mean, local_path
+from ..basics.checks import check_list, did_you_mean, local_path
 from ..loop.events import CancelException, Order
 from ..loop.history import updates_of_run
 from ..state.run_parts import bare
@@ -55,6 +55,7 @@ class ExportCB:
         is_count = isinstance(every, int) and not isinstance(every, bool) and every > 0
         if not (every == 'epoch' or callable(every) or is_count): raise ValueError(_NO_RULE.format(every))
         if isinstance(parts, str): parts = [parts]
+        if parts is not None: parts = check_list(parts, 'parts', 'it names modules')
         self.folder = local_path(folder, 'ExportCB').absolute()
         self.every,self.parts,self.keep_last = every,parts,keep_last
         self.path,self._store,self._at = None,None,None

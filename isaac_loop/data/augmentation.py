@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, did_you_mean, warn
+from ..basics.checks import check_count, did_you_mean, is_number, warn
 from ..loop.callback_list import is_in
 from ..loop.events import Order
 from ..basics.tensors import SEQUENCES, map_tensors
@@ -229,7 +229,8 @@ class ProgressiveResizeCB:
         multiple:int=1, # Sizes are multiples of so many pixels
     ):
         for name,value in (('start', start), ('until', until)):
-            if not 0 < value <= 1: raise ValueError(_NO_SHARE.format(name=name, value=value))
+            is_share = is_number(value) and 0 < value <= 1
+            if not is_share: raise ValueError(_NO_SHARE.format(name=name, value=value))
         self.start,self.until = start,until
         self.multiple = check_count(multiple, 'multiple', 'pixels are counted')
 

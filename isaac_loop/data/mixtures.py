@@ -11,13 +11,14 @@ from fastcore.basics import patch
 
 from .augmentation import with_inputs
 from .random_patches import check_chance, check_images
+from ..basics.checks import is_number
 from ..basics.settings import show_settings
 from ..basics.tensors import map_tensors
 from ..loop.events import Order
 
 # %% ../../nbs/data/46_mixtures.ipynb #5e97fc10
-_NO_ALPHA = ('`alpha` is {alpha!r}, but a beta distribution needs more than 0. Use 0.2 for few mixtures, 1 '
-             'for all proportions alike.')
+_NO_ALPHA = ('`alpha` is {alpha!r}, but a beta distribution needs a number of more than 0. Use 0.2 '
+             'for few mixtures, 1 for all proportions alike.')
 
 class _MixCB:
     "Mixes the inputs of each example with those of a partner, and the losses in the same proportion"
@@ -27,7 +28,7 @@ class _MixCB:
     __repr__ = show_settings
     def __init__(self, alpha, p):
         check_chance(p)
-        if not alpha > 0: raise ValueError(_NO_ALPHA.format(alpha=alpha))
+        if not (is_number(alpha) and alpha > 0): raise ValueError(_NO_ALPHA.format(alpha=alpha))
         self.alpha,self.p,self._partner = alpha,p,None
 
 # %% ../../nbs/data/46_mixtures.ipynb #de51a2ef

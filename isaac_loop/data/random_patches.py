@@ -8,7 +8,7 @@ __all__ = ['RandErase', 'RandCopy']
 # %% ../../nbs/data/43_random_patches.ipynb #d24ef3af
 import torch
 
-from ..basics.checks import check_count
+from ..basics.checks import check_count, is_number
 from ..basics.old_names import old_words
 
 # %% ../../nbs/data/43_random_patches.ipynb #c2faac21
@@ -18,7 +18,7 @@ _NO_IMAGES = ('The shape {shape} is no batch of images, so there are no pixels t
 
 def check_chance(p):
     "Refuse what is no probability"
-    if not 0 <= p <= 1: raise ValueError(_NO_CHANCE.format(p=p))
+    if not (is_number(p) and 0 <= p <= 1): raise ValueError(_NO_CHANCE.format(p=p))
 
 def check_images(x):
     "Refuse what has no height and width"
@@ -53,7 +53,7 @@ class _RandPatch(torch.nn.Module):
     ):
         super().__init__()
         check_chance(p)
-        if not 0 < pct <= 1: raise ValueError(_NO_PART.format(pct=pct))
+        if not (is_number(pct) and 0 < pct <= 1): raise ValueError(_NO_PART.format(pct=pct))
         self.max_n = check_count(max_n, 'max_n', 'without rectangles nothing would happen')
         self.p,self.pct,self.per_image = p,pct,per_image
 

@@ -6,7 +6,7 @@
 __all__ = ['DistributedCB']
 
 # %% ../../nbs/device/80_distributed.ipynb #195ba96d
-from ..basics.checks import check_choice, check_count, check_flag
+from ..basics.checks import check_choice, check_count, check_flag, is_number
 from ..basics.settings import show_settings
 from .exchange import Exchange
 from .joining import DistributedJoin
@@ -52,8 +52,8 @@ _NO_TIME = ('`timeout` is {timeout!r}, but it is the seconds to wait for another
 
 def _seconds(timeout):
     "`timeout` as a number of seconds"
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not is_number or not 0 < timeout < float('inf'): raise ValueError(_NO_TIME.format(timeout=timeout))
+    is_time = is_number(timeout) and 0 < timeout < float('inf')
+    if not is_time: raise ValueError(_NO_TIME.format(timeout=timeout))
     return float(timeout)
 
 # %% ../../nbs/device/80_distributed.ipynb #4f50bb4a

@@ -9,7 +9,7 @@ __all__ = ['Predictions', 'CapturePredsCB']
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import warn
+from ..basics.checks import check_function, warn
 from ..basics.old_names import old_words
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, map_tensors
@@ -149,7 +149,9 @@ class CapturePredsCB(CapturedParts):
         with_inputs:bool=False, # Also keep what the model was given?
         with_loss:bool=False, # Also compute the loss of each example?
         write=None, # Called with the `Predictions` of each batch, which are then not kept
-    ): self.with_inputs,self.with_loss,self.write = with_inputs,with_loss,write
+    ):
+        if write is not None: check_function(write, 'write', 'predictions')
+        self.with_inputs,self.with_loss,self.write = with_inputs,with_loss,write
 
     def before_fit(self, trainer):
         "See whether the loss can be taken apart"

@@ -9,7 +9,7 @@ __all__ = []
 import math
 from collections.abc import Mapping
 
-from ..basics.checks import check_function, did_you_mean
+from ..basics.checks import check_function, check_list, did_you_mean
 from .capturing import only_one
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException
@@ -26,9 +26,9 @@ def askers(
     wanted, # Names of what a batch or the trainer has, or a dict of them and of functions of the trainer
 )->dict:
     "Functions of the trainer by name"
-    names = [wanted] if isinstance(wanted, str) else wanted
-    named = wanted if isinstance(wanted, Mapping) else {name: name for name in names}
-    return {name: _asker(what) for name,what in named.items()}
+    if isinstance(wanted, Mapping): return {name: _asker(what) for name,what in wanted.items()}
+    names = [wanted] if isinstance(wanted, str) else check_list(wanted, 'eval_tensors', 'it names tensors')
+    return {name: _asker(name) for name in names}
 
 def _asker(what):
     if callable(what): return what

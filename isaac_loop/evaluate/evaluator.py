@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..metrics.any_metric import check_no_options
 from .data_sets import check_columns, check_sets, data_sets, same_random
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, warn
+from ..basics.checks import check_count, check_flag, warn
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
 from ..basics.tables import row_text
@@ -49,9 +49,11 @@ class EvaluatorCB(Evaluating):
         for counted,n in counts.items(): check_count(n, counted, none='to leave it out')
         check_functions(user_iter_callback=user_iter_callback, write=write, report=report,
                         user_epochs_done_callback=user_epochs_done_callback)
+        with_loss = check_flag(with_loss, 'with_loss')
         check_metric_names(metrics, with_loss)
         if name: self.name = name
-        self.sets,self.at_start,self.at_end = data_sets(dl, 'eval'),at_start,at_end
+        self.sets = data_sets(dl, 'eval')
+        self.at_start,self.at_end = check_flag(at_start, 'at_start'),check_flag(at_end, 'at_end')
         self.updates,self.epochs = updates,1 if updates is None and epochs is None else epochs
         self.report,self._dl,self._metrics = report,dl,metrics
         super().__init__(metrics, user_iter_callback, user_epochs_done_callback, eval_tensors,

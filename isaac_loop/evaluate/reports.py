@@ -19,7 +19,7 @@ from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same
 from .capturing import Predictions
 from .values import class_name, decoded
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, local_path, warn
+from ..basics.checks import check_count, check_function, local_path, warn
 from ..loop.events import CancelEpochException, Order, callback_name
 from ..show.media_files import check_folder, replace_file
 
@@ -160,6 +160,7 @@ class ReportCB(_AfterPassCB):
     ):
         self.every = _checked_every(every)
         _check_report(functions, named)
+        if prepare is not None: check_function(prepare, 'prepare', 'preds', 'targets')
         if name: self.name = name
         self.sets,self.prepare,self.with_loss = _named_sets(dl),prepare,False
         self._dl = dl
@@ -264,6 +265,14 @@ def _check_path(path):
 
 _A_FOLDER = '`PredictionsCSVCB` cannot write to {}, because it is a folder. Choose the name of a file.'
 
+# %% ../../nbs/evaluate/50_reports.ipynb #a0bc44e5
+def _check_classes(classes, decode):
+    "Refuse names that have no order, and what cannot decode"
+    if decode is not None: check_function(decode, 'decode', 'preds')
+    if classes is not None and not hasattr(classes, '__getitem__'): raise TypeError(_NO_NAMES.format(classes))
+
+_NO_NAMES = '`classes` is {!r}, but it names the classes in the order of their numbers. Use a list of names.'
+
 # %% ../../nbs/evaluate/50_reports.ipynb #b877fc0c
 class PredictionsCSVCB(_AfterPassCB):
     "Write predictions and targets of the newest evaluation to a CSV file"
@@ -283,6 +292,7 @@ class PredictionsCSVCB(_AfterPassCB):
         self._dl = dl
         if len(self.sets) > 1 and '{name}' not in self.path:
             raise ValueError(_ONE_FILE.format(self.path, len(self.sets)))
+        _check_classes(classes, decode)
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)
         if name: self.name = name
 

@@ -9,6 +9,7 @@ __all__ = ['word_error_rate', 'char_error_rate', 'token_rows', 'TextComparisonCB
 import math, sys
 from contextlib import contextmanager
 from itertools import accumulate
+from numbers import Integral
 
 import torch
 from fastcore.basics import patch
@@ -18,7 +19,7 @@ from .data_sets import aside
 from .shared_evaluation import first_row
 from ..data.shared_loaders import rows_given
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, warn
+from ..basics.checks import check_count, check_list, warn
 from ..loop.events import CancelException, Order
 from ..basics.tables import Table
 from ..basics.tensors import batch_size, map_tensors
@@ -76,7 +77,9 @@ def token_rows(
     "The token numbers of each example, without what is no text"
     return [_stripped(o, eos, _several(ignore)) for o in _rows(tokens, lengths)]
 
-def _several(x): return (x,) if isinstance(x, int) else tuple(x)
+def _several(x):
+    "Numbers of tokens, as a tuple"
+    return (x,) if isinstance(x, Integral) else tuple(check_list(x, 'ignore', 'it lists numbers of tokens'))
 
 def _stripped(row, eos, ignore):
     "`row` up to `eos`, without tokens to `ignore`"

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..basics.figures import whole_ticks, quiet
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, warn
+from ..basics.checks import check_count, check_list, warn
 from ..loop.events import Order
 from ..models.hooks import Hooks, find_modules, first_tensor
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
@@ -39,6 +39,7 @@ class HooksCallback:
         modules=None, # These modules instead of filtered ones
     ):
         if not callable(hookfunc): raise TypeError(_NO_FUNCTION.format(hookfunc=hookfunc))
+        if modules is not None: modules = check_list(modules, 'modules', 'each gets a hook')
         self.hookfunc,self.module_filter,self.modules = hookfunc,module_filter,modules
         self.on_train,self.on_valid,self.hooks = on_train,on_valid,[]
 

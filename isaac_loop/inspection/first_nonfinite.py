@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 
 from ..stop.device_flags import FlagsCB, where_found
-from ..basics.checks import check_count
+from ..basics.checks import check_count, check_function
 from ..loop.events import Order
 from ..models.hooks import Hooks, find_modules
 from ..basics.tensors import map_tensors
@@ -38,6 +38,7 @@ class NonFiniteCB(FlagsCB):
         report=warnings.warn, # Called once with a sentence about what was found
     ):
         self.every = check_count(every, 'every', 'batches are counted')
+        check_function(report, 'report', 'text')
         self.module_filter,self.report = module_filter,report
         self.found,self.hooks,self._of_batch = None,[],[]
 

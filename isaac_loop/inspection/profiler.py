@@ -9,6 +9,7 @@ __all__ = ['ProfilerCB']
 from fastcore.basics import patch
 from torch import profiler
 
+from ..basics.checks import check_count, check_function
 from ..basics.settings import show_settings
 from ..loop.events import STEPS, Order
 
@@ -26,8 +27,12 @@ class ProfilerCB:
         on_trace_ready=None, # Called with the profiler at the end: `tensorboard_trace_handler(folder)`, say
         **kwargs, # For `torch.profiler.profile`: `profile_memory`, `with_stack`, ...
     ):
-        self.schedule = profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        wait = check_count(wait, 'wait', 'batches are counted', least=0)
+        warmup = check_count(warmup, 'warmup', 'batches are counted', least=0)
+        active = check_count(active, 'active', 'batches are counted')
+        if on_trace_ready is not None: check_function(on_trace_ready, 'on_trace_ready', 'profiler')
         self._options = dict(wait=wait, warmup=warmup, active=active)
+        self.schedule = profiler.schedule(**self._options, repeat=1)
         self.on_trace_ready,self.kwargs = on_trace_ready,kwargs
         self.profile,self._marks = None,[]
 

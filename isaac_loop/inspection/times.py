@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import check_count, check_function
+from ..basics.checks import check_count, check_function, is_number
 from ..basics.settings import show_settings
 from ..loop.handlers import has_own_batch
 from ..loop.callback_list import is_in
@@ -41,6 +41,16 @@ class TimedCall(Call):
         try: self.handler(trainer, **extra)
         finally: account.leave(depth)
 
+# %% ../../nbs/inspection/61_times.ipynb #2c135503
+_NO_SECONDS = '`clock` gave {!r}, but times are differences of seconds. Pass one such as `time.perf_counter`.'
+_NO_EVENT = '`event` gave {!r}, which has no method `record`. Pass a class such as `torch.cuda.Event`.'
+
+def _check_clocks(now, event):
+    "Refuse a clock that gives no numbers, and what makes no events"
+    if not is_number(now): raise TypeError(_NO_SECONDS.format(now))
+    made = None if event is None else event()
+    if event is not None and not hasattr(made, 'record'): raise TypeError(_NO_EVENT.format(made))
+
 # %% ../../nbs/inspection/61_times.ipynb #124b4d45
 class Timing:
     "A change of a plan that times everybody in it"
@@ -53,6 +63,7 @@ class Timing:
         self.places = {} # Where handlers are written, by event and name
         self.depths = {} # Where passes, batches and spans have begun
         self.spans = {name: f.span for name,f in trainer.plan.own_spans.items()}
+        _check_clocks(self.account.began, owner.event)
         if owner.event is not None: self._ask_device(owner.event, lambda event: event.record())
 
     def __call__(self, event, pairs):
@@ -182,6 +193,7 @@ class TimesCB:
         self.n_looked = check_count(n_looked, 'n_looked', 'batches are counted', least=0)
         self.n_traced = check_count(n_traced, 'n_traced', 'calls are counted', least=0)
         check_function(clock, 'clock')
+        if event is not None: check_function(event, 'event')
         self.clock,self.event = clock,event
 
     def before_fit(self, trainer):

@@ -8,17 +8,19 @@ __all__ = []
 # %% ../../nbs/log/25_alerts.ipynb #221bb2d8
 import math, numbers, operator
 
+from ..basics.checks import check_list
 from ..basics.tables import short
 
 # %% ../../nbs/log/25_alerts.ipynb #eb107c4c
 _CROSSED = {'>': operator.gt, '<': operator.lt}
 
+_EACH = 'each alert has a name, a direction and a level'
 _NO_ALERT = ('`alerts` has {alert!r}, which does not say when to raise one. '
              "Use a name, a direction and a level, such as `('valid_loss', '>', 2.)`.")
 
 def check_alerts(alerts):
     "The alerts as a list, or an error"
-    alerts = [alerts] if isinstance(alerts, tuple) else list(alerts or ())
+    alerts = [alerts] if isinstance(alerts, (tuple, str)) else check_list(alerts or (), 'alerts', _EACH)
     for alert in alerts:
         if not _is_alert(alert): raise ValueError(_NO_ALERT.format(alert=alert))
     return alerts

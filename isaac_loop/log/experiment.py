@@ -17,7 +17,7 @@ from .run_config import RunConfig
 from .file_values import finite, plain
 from .run_facts import ENDED, described, outcome_of, settings
 from ..basics.settings import show_settings
-from ..basics.checks import local_path, warn
+from ..basics.checks import check_list, local_path, warn
 from ..loop.events import CancelException, Order, callback_name
 from .log_text import LogFile, tee_streams, untee_streams
 from ..show.media_files import replace_file
@@ -48,11 +48,17 @@ _NO_FILES = ('`files` names {missing}, which are not there, so they could not be
              'Paths are relative to the working directory.')
 
 def _checked_files(files):
-    files = [files] if isinstance(files, (str, Path)) else files or ()
+    files = [files] if isinstance(files, (str, Path)) else check_list(files or (), 'files', 'it names paths')
     files = [local_path(path, 'ExperimentCB', 'files') for path in files]
     missing = [str(path) for path in files if not path.exists()]
     if missing: raise ValueError(_NO_FILES.format(missing=missing))
     return files
+
+_NO_URL = '`url` is {!r}, but it is the address of a storage. Use a text, such as `s3://bucket/runs`.'
+
+def _checked_url(url):
+    if url is None or isinstance(url, str): return url
+    raise TypeError(_NO_URL.format(url))
 
 def _checked_resume(resume):
     return resume if resume in (None, 'latest') else local_path(resume, 'ExperimentCB', 'resume').absolute()
@@ -76,7 +82,7 @@ class ExperimentCB:
         self.root = local_path(root, 'ExperimentCB', 'root').absolute()
         self.project,self.experiment = plain_name('project', project),plain_name('name', name)
         self.hyper,self.files,self.resume = _hyper(hyper),_checked_files(files),_checked_resume(resume)
-        self.tee,self._url = tee,url
+        self.tee,self._url = tee,_checked_url(url)
         self._of,self._about = None,None # The trainer, and what others are told
         self._log,self._row,self._tees = None,None,{} # Of the present fit
         self._kept,self._is_old = False,False # Is the record written? Was there something in the folder?

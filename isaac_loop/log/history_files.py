@@ -10,7 +10,7 @@ import re
 from functools import partial
 
 from ..basics.settings import show_settings
-from ..basics.checks import did_you_mean, local_path, warn
+from ..basics.checks import check_list, did_you_mean, local_path, warn
 from ..show.curves import history_figure
 from ..loop.events import Order
 from ..show.media_files import check_folder, check_format, csv_text, media_file, replace_file
@@ -61,7 +61,7 @@ class HistoryFilesCB:
         each_epoch:bool=True, # After each epoch, or else only at the end?
         keep_plots:bool=False, # Keep the curves of every epoch, in a folder for each?
     ):
-        tables = [table] if isinstance(table, str) else list(table or ())
+        tables = [table] if isinstance(table, str) else check_list(table or (), 'table', 'it names formats')
         for kind in tables: _check_table(kind)
         if plot is not None: check_format(plot, 'plot')
         if folder is not None: folder = local_path(folder, 'HistoryFilesCB').absolute()

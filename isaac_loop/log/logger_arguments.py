@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..basics.checks import check_count
+from ..basics.checks import check_count, check_list
 from .file_values import plain
 
 # %% ../../nbs/log/03_logger_arguments.ipynb #fbe80223
@@ -43,7 +43,8 @@ def asked_values(
 )->dict: # Functions by name
     "What to ask the trainer for"
     if isinstance(values, str): values = [values]
-    if not isinstance(values, Mapping): values = {o: o for o in values or ()}
+    if not isinstance(values, Mapping):
+        values = {o: o for o in check_list(values or (), 'values', 'it names attributes')}
     for name,f in values.items():
         if not (callable(f) or isinstance(f, str)): raise TypeError(_NOT_ASKED.format(name=name, f=f))
         if name in RESERVED: raise ValueError(_TAKEN.format(name=name))

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import warn
+from ..basics.checks import check_list, warn
 from ..basics.settings import show_settings
 from ..checkpoints.resuming import CompleteAlready
 from .alerts import Alerts, check_alerts
@@ -52,7 +52,7 @@ class LoggerCB:
         self.media,self.run,self.params = media,run,params_by_name(params)
         self.alerts = alerts
         if isinstance(columns, str): columns = [columns]
-        self._columns = None if columns is None else list(columns)
+        self._columns = None if columns is None else check_list(columns, 'columns', 'it names columns')
         self._functions,self._alerts = asked_values(values),Alerts(check_alerts(alerts))
         self._outlets,self._trainer = outlets_of(self.to),None
         self._opened,self._goes_on = False,False # Have the logs been started? Was this fit begun before?

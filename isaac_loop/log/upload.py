@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from fastcore.basics import patch
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, local_path, warn
+from ..basics.checks import check_count, is_number, local_path, warn
 from ..loop.events import CancelException, Order
 from ..loop.shared_attributes import offered
 from ..show.media_files import replace_file
@@ -103,8 +103,7 @@ def _retried(f, retries, wait):
 _NO_WAIT = '`wait` is {wait!r}, but nobody can wait for less than no time. Use 0 or more seconds.'
 
 def _checked_wait(wait):
-    is_number = isinstance(wait, (int, float)) and not isinstance(wait, bool)
-    if not is_number or wait < 0: raise ValueError(_NO_WAIT.format(wait=wait))
+    if not (is_number(wait) and wait >= 0): raise ValueError(_NO_WAIT.format(wait=wait))
     return wait
 
 # %% ../../nbs/log/65_upload.ipynb #1e34b553

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from types import FunctionType
 
-from ..basics.checks import did_you_mean, check_choice
+from ..basics.checks import check_choice, did_you_mean, is_number
 from ..basics.source_code import names_in, syntax_tree
 from .shared_attributes import offered, offering
 
@@ -95,8 +95,8 @@ def value_now(
     return value
 
 # %% ../../nbs/loop/34_monitor.ipynb #fe5294db
-_WORSE = ('`min_delta` is {!r}, which would call a change for the worse an improvement. '
-          'Use 0 or more.')
+_WORSE = ('`min_delta` is {!r}; anything but a number of 0 or more would call a change for the worse an '
+          'improvement. Use one, such as 0.01.')
 
 class Monitor:
     "Watch one value: is it better, and for how long was it not?"
@@ -107,7 +107,7 @@ class Monitor:
         or_equal:bool=False, # Does a value count that is as good as the best, or better by just `min_delta`?
     ):
         check_choice(mode, 'mode', ('min', 'max'), 'a value can only get better by going down or up')
-        if not min_delta >= 0: raise ValueError(_WORSE.format(min_delta))
+        if not (is_number(min_delta) and min_delta >= 0): raise ValueError(_WORSE.format(min_delta))
         self.mode,self.min_delta = mode,min_delta
         self.patience,self.or_equal = patience,or_equal
         self.reset()

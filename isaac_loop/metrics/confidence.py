@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..basics.checks import check_count
+from ..basics.checks import check_count, is_number
 from ..basics.tables import Table
 from ..basics.tensors import batch_size, map_tensors
 
@@ -105,7 +105,7 @@ def bootstrap(
 )->Estimates: # Columns `metric`, `value`, `mean`, `std`, `low`, `high`, `n`
     "Mean, standard deviation and percentile interval of metrics over draws with replacement"
     n_samples = check_count(n_samples, 'n_samples', 'draws are counted, and a spread needs several', least=2)
-    if not 0 < level < 1: raise ValueError(_NO_LEVEL.format(level))
+    if not (is_number(level) and 0 < level < 1): raise ValueError(_NO_LEVEL.format(level))
     if not metrics: raise ValueError(_NOTHING)
     n,generator = _n_examples(preds, targets),torch.Generator().manual_seed(seed)
     functions = {name: function_of(name, m) for name,m in metrics.items()}

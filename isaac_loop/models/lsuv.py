@@ -9,7 +9,7 @@ __all__ = ['lsuv_init']
 import torch
 from torch import nn
 
-from ..basics.checks import warn
+from ..basics.checks import is_number, warn
 from .hooks import Hook, first_tensor, probing
 
 # %% ../../nbs/models/20_lsuv.ipynb #9fd2b07d
@@ -75,7 +75,8 @@ def lsuv_init(
         _check_skipped(model, trainable_module, measurement_module)
         return dict(skipped=type(trainable_module).__name__)
     weight,bias = trainable_module.weight,getattr(trainable_module, 'bias', None)
-    if not target_std > 0: raise ValueError(_NO_TARGET.format(target_std=target_std))
+    is_above = is_number(target_std) and target_std > 0
+    if not is_above: raise ValueError(_NO_TARGET.format(target_std=target_std))
     where = measurement_module or trainable_module
     inputs = xb if isinstance(xb, (tuple, list)) else (xb,)
     for loop in range(max_loops+1):

@@ -8,7 +8,7 @@ __all__ = ['piecewise']
 # %% ../../nbs/schedule/40_annealing.ipynb #26854b65
 import math
 
-from ..basics.checks import check_choice, check_count
+from ..basics.checks import check_choice, check_count, is_number
 from ..basics.figures import whole_ticks
 
 # %% ../../nbs/schedule/40_annealing.ipynb #6f74eff7
@@ -57,7 +57,8 @@ def check_numbers(times, **shares):
     "Refuse a decay that never comes, and factors above the top"
     check_count(times, 'number of decays', 'a decay happens at least once')
     for name,value in shares.items():
-        if not 0 <= value <= 1: raise ValueError(_NO_SHARE.format(name=name, value=value))
+        is_share = is_number(value) and 0 <= value <= 1
+        if not is_share: raise ValueError(_NO_SHARE.format(name=name, value=value))
 
 # %% ../../nbs/schedule/40_annealing.ipynb #1ed2c8a1
 def cycle_progress(done, length, cycles, mult):

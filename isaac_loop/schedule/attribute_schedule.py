@@ -7,6 +7,7 @@ __all__ = ['AttributeSchedulerCB']
 
 # %% ../../nbs/schedule/50_attribute_schedule.ipynb #c84339f1
 import copy, math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from numbers import Real
 
@@ -54,6 +55,8 @@ def _modules(model, pattern, name):
 # %% ../../nbs/schedule/50_attribute_schedule.ipynb #fe4c7e57
 _NO_FUNCTION = ('`{target}` is to follow {f!r}, which is no function. Use one, such as `lambda progress: '
                 '0.1*progress`.')
+_NO_TARGETS = ('`functions` is {!r}, but each function needs a target. Use a dict, such as '
+               '`{{"opt.momentum": lambda progress: 0.9}}`.')
 _NO_OWNER = ("`{target}` does not say whose attribute it is. Begin with one of the trainer's, as in "
              "`opt.{target}` or `model.*.{target}`.")
 
@@ -67,9 +70,11 @@ class _Functions:
         unit:str='progress', # What functions get: 'progress' (0 to 1), or the number of 'update' or 'epoch'
     ):
         check_choice(unit, 'unit', ('progress', 'update', 'epoch'))
+        if not isinstance(functions, Mapping): raise TypeError(_NO_TARGETS.format(functions))
         for target,f in functions.items():
             if not callable(f): raise TypeError(_NO_FUNCTION.format(target=target, f=f))
-            if '.' not in target: raise ValueError(_NO_OWNER.format(target=target))
+            has_owner = isinstance(target, str) and '.' in target
+            if not has_owner: raise ValueError(_NO_OWNER.format(target=target))
         self.functions,self.unit = functions,unit
 
     def preview(self,

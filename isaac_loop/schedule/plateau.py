@@ -6,15 +6,25 @@
 __all__ = ['StepSchedulerCB', 'PlateauSchedulerCB']
 
 # %% ../../nbs/schedule/30_plateau.ipynb #312d8392
+from collections.abc import Iterable
+
 from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
 from .schedulers import EpochSchedulerCB
 from ..loop.monitor import check_monitored, mode_of, value_now
 from ..state.keeps_state import check_same_monitor
-from ..basics.checks import check_count, warn
+from ..basics.checks import check_choice, check_count, check_number, is_number, warn
 from ..train.optimizer_options import put_option, rates_of
-from .scheduler_checks import check_options, check_rates, try_out
+from .scheduler_checks import check_curve, check_options, check_rates, try_out
+
+# %% ../../nbs/schedule/30_plateau.ipynb #fc798840
+def _checked_epochs(epochs):
+    "A number of epochs, or several in order"
+    several = isinstance(epochs, Iterable)
+    why = 'a reduction comes after a whole number of epochs, or several'
+    counts = [check_count(n, 'epochs', why) for n in (epochs if several else [epochs])]
+    return sorted(set(counts)) if several else counts[0]
 
 # %% ../../nbs/schedule/30_plateau.ipynb #88e4601b
 _NO_FACTOR = '`factor` is {factor!r}, and nothing would be learnt from then on. Use a number above 0.'
@@ -27,10 +37,9 @@ class StepSchedulerCB(EpochSchedulerCB):
         *, min_lr:float=None, # A reduction to below this rate is left out; default: none is
         opt:str='opt', # Attribute of the trainer that holds the optimizer
     ):
-        for n in [epochs] if isinstance(epochs, (int, float)) else epochs:
-            check_count(n, 'epochs', 'a reduction comes after a whole number of epochs, or several')
-        if not factor > 0: raise ValueError(_NO_FACTOR.format(factor=factor))
-        self.epochs = epochs if isinstance(epochs, int) else sorted(set(epochs))
+        if not (is_number(factor) and factor > 0): raise ValueError(_NO_FACTOR.format(factor=factor))
+        check_number(min_lr, 'min_lr', 'rates are compared with it', none='for any rate')
+        self.epochs = _checked_epochs(epochs)
         self.factor,self.min_lr,self.opt = factor,min_lr,opt
 
     def _make(self, opt, trainer):
@@ -63,6 +72,9 @@ class PlateauSchedulerCB(EpochSchedulerCB):
     ):
         check_options(self, kwargs)
         kwargs['mode'] = mode_of(monitor, mode)
+        check_curve(kwargs, ('factor', 'patience', 'threshold', 'cooldown', 'eps'), ('min_lr',))
+        check_choice(kwargs['mode'], 'mode', ('min', 'max'))
+        check_choice(kwargs.get('threshold_mode', 'rel'), 'threshold_mode', ('rel', 'abs'))
         try_out(lr_scheduler.ReduceLROnPlateau, kwargs)
         self.monitor,self.opt,self.options = monitor,opt,kwargs
 

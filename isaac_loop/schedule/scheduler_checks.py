@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ..loop.events import callback_name
-from ..basics.checks import did_you_mean, warn
+from ..basics.checks import check_number, did_you_mean, warn
 from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #ba49d6e3
@@ -92,6 +92,13 @@ def check_options(cb, options):
         if name in known: continue
         listed,hint = ', '.join(f'`{o}`' for o in known),did_you_mean(name, known)
         raise TypeError(_NO_KEYWORD.format(cb=type(cb).__name__, name=name, hint=hint, listed=listed))
+
+def check_curve(options, numbers, by_group=()):
+    "Refuse options that are no numbers; those `by_group` may be lists with a number for each group"
+    for name in [*numbers, *by_group]:
+        given = options.get(name, 0.)
+        several = name in by_group and isinstance(given, (list, tuple))
+        for x in given if several else [given]: check_number(x, name, 'the rate is computed with it')
 
 def try_out(make, options, **fixed):
     "Let torch check the `options` of a scheduler, where they say nothing about single groups"

@@ -12,11 +12,11 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
-from ..basics.checks import warn
+from ..basics.checks import check_number, is_number, warn
 from .annealing import DECAYS, check_decay, check_length, check_numbers
 from .annealing import cycle_progress, decay_at, rise, updates_of
 from .schedulers import BatchSchedulerCB
-from .scheduler_checks import check_options, try_out
+from .scheduler_checks import check_curve, check_options, try_out
 from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/schedule/20_schedules.ipynb #bddd3508
@@ -38,6 +38,8 @@ class OneCycleSchedulerCB(BatchSchedulerCB):
         **kwargs, # For `OneCycleLR`
     ):
         check_options(self, kwargs)
+        momenta = ('base_momentum', 'max_momentum') if kwargs.get('cycle_momentum', True) else ()
+        check_curve(kwargs, ('pct_start', 'div_factor', 'final_div_factor'), momenta)
         try_out(lr_scheduler.OneCycleLR, kwargs, max_lr=1., total_steps=10)
         self.opt,self.options = opt,kwargs
 
@@ -64,6 +66,7 @@ class _FactorCB(BatchSchedulerCB):
 # %% ../../nbs/schedule/20_schedules.ipynb #d2cef4eb
 _NO_SHAPE = ('`decay` is {decay!r}, but it is a name or a function, the shape of the decay. The length of '
              'the warm-up is `warmup={decay!r}`.')
+_CURVE = 'the curve is computed with it'
 _NO_UNIT = "'inverse_sqrt' without a warm-up has no unit to count in. Give `timescale`, such as 1000 updates."
 
 class WarmupSchedulerCB(_FactorCB):
@@ -85,7 +88,9 @@ class WarmupSchedulerCB(_FactorCB):
         if isinstance(decay, Real): raise ValueError(_NO_SHAPE.format(decay=decay))
         check_decay(decay, [*DECAYS, 'inverse_sqrt'])
         check_length(warmup=warmup, hold=hold, cooldown=cooldown)
-        check_numbers(cycles, start_factor=start_factor or 0, end_factor=end_factor)
+        check_numbers(cycles, start_factor=0 if start_factor is None else start_factor, end_factor=end_factor)
+        for name,x in dict(power=power, k=k, cycle_mult=cycle_mult).items(): check_number(x, name, _CURVE)
+        check_number(timescale, 'timescale', 'updates are divided by it', none='for the warm-up')
         if decay == 'inverse_sqrt' and not warmup and not timescale: raise ValueError(_NO_UNIT)
         self.decay,self.power,self.k = decay,power,k
         self.warmup,self.hold,self.cooldown = warmup,hold,cooldown
@@ -121,7 +126,7 @@ def _check_total(self:WarmupSchedulerCB, total):
     warn(_TOO_LONG.format(cb=type(self).__name__, needed=needed, total=total, end=end))
 
 # %% ../../nbs/schedule/20_schedules.ipynb #bf160a6d
-_NO_SPACING = '`spacing` is {spacing!r}, but each decay ends later than the one before. Use a factor above 1.'
+_NO_SPACING = '`spacing` is {spacing!r}, but each decay ends later than the one before. Use a number above 1.'
 _TOO_EARLY = ('`{cb}`: warm-up and decay take {needed} updates, but the first decay is to end after '
               '{first}. The decay will begin before the warm-up is over.')
 
@@ -140,8 +145,10 @@ class WSDSchedulerCB(_FactorCB):
     ):
         check_decay(decay, DECAYS)
         check_length(warmup=warmup, decay_length=decay_length)
-        check_numbers(n_decays, start_factor=start_factor or 0, end_factor=end_factor)
-        if not spacing > 1: raise ValueError(_NO_SPACING.format(spacing=spacing))
+        start = 0 if start_factor is None else start_factor
+        check_numbers(n_decays, start_factor=start, end_factor=end_factor)
+        check_number(power, 'power', _CURVE)
+        if not (is_number(spacing) and spacing > 1): raise ValueError(_NO_SPACING.format(spacing=spacing))
         self.warmup,self.decay_length,self.decay = warmup,decay_length,decay
         self.n_decays,self.spacing,self.power = n_decays,spacing,power
         self.start_factor,self.end_factor,self.opt = start_factor,end_factor,opt

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fastcore.basics import patch
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, did_you_mean, warn
+from ..basics.checks import check_count, check_function, did_you_mean, warn
 from ..loop.events import Order, callback_name
 from ..loop.monitor import check_monitored
 from ..basics.tables import row_text
@@ -74,6 +74,15 @@ def _write(self:DerivedColumnsCB, trainer, source):
             raise
         trainer.history.write(**{name: value})
 
+# %% ../../nbs/show/20_columns.ipynb #6b8cd2a9
+_NO_MAPPING = ('`names` is {!r}, but each new name belongs to an old one. Use a dict, such as '
+               '`{{"valid_loss": "test_loss"}}`.')
+
+def _by_old_name(names):
+    "New names by old ones, as a dict"
+    if names and not isinstance(names, Mapping): raise TypeError(_NO_MAPPING.format(names))
+    return dict(names or {})
+
 # %% ../../nbs/show/20_columns.ipynb #89959bfd
 _NO_NAMES = ('`RenameColumnsCB` has no names, so it would do nothing. '
              'Pass new names by old ones: `valid_loss="test_loss"`.')
@@ -98,7 +107,7 @@ class RenameColumnsCB:
         name:str=None, # What this callback is called, if there are several
         **more, # The same as keywords: `valid_loss='test_loss'`
     ):
-        self.names,self.strict = {**(names or {}), **more},strict
+        self.names,self.strict = {**_by_old_name(names), **more},strict
         if name: self.name = name
         _check_names(self.names)
 
@@ -147,6 +156,7 @@ class PrintColumnsCB:
         report=print, # Called with each line
     ):
         self.every = check_count(every, 'every', 'epochs are counted')
+        check_function(report, 'report', 'line')
         for name in names:
             if not isinstance(name, str): raise TypeError(_NO_NAME.format(name))
         self.names,self.strict = names,strict

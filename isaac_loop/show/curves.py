@@ -10,7 +10,7 @@ import math, numbers
 
 from fastcore.basics import patch
 
-from ..basics.checks import did_you_mean
+from ..basics.checks import did_you_mean, is_number
 from ..basics.figures import whole_ticks, quiet
 from ..loop.history import History
 from ..basics.tables import short
@@ -168,7 +168,7 @@ def smoothed(
     smooth:float=0.9, # What a value weighs compared with the one after it, from 0 (no smoothing) to below 1
 )->list: # As many numbers
     "Running mean with exponentially decreasing weights"
-    if not 0 <= smooth < 1: raise ValueError(_SMOOTH.format(smooth))
+    if not (is_number(smooth) and 0 <= smooth < 1): raise ValueError(_SMOOTH.format(smooth))
     total = weight = 0.
     means = []
     for value in values:

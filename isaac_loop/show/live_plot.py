@@ -14,7 +14,7 @@ from fastcore.basics import patch
 
 from ..basics.figures import whole_ticks
 from ..basics.settings import show_settings
-from ..basics.checks import local_path, warn
+from ..basics.checks import check_list, is_number, local_path, warn
 from .curves import plot_history, smoothed
 from ..loop.events import Order
 from ..loop.monitor import declared_columns
@@ -130,9 +130,20 @@ def _check_place(path, in_notebook):
     except (OSError, ValueError) as e:
         raise ValueError(_CANNOT_WRITE.format(path, e)) from e
 
+# %% ../../nbs/show/40_live_plot.ipynb #0dfba839
+_NO_COLUMN = '`names` has {!r} in it, which is no name of a column. Use names such as `train_loss`.'
+
+def _checked_names(names):
+    "Names of columns as a list, or None"
+    if names is None or isinstance(names, str): return names and [names]
+    names = check_list(names, 'names', 'the columns to draw have names')
+    for name in names:
+        if not isinstance(name, str): raise TypeError(_NO_COLUMN.format(name))
+    return names
+
 # %% ../../nbs/show/40_live_plot.ipynb #58782f0b
-_BACKWARDS = ('`seconds` is {!r}, and time does not run backwards. '
-              'Use 0 to draw as often as a tenth of the time allows, or more.')
+_BACKWARDS = ('`seconds` is {!r}, but there is a time between two drawings, and it does not run backwards. '
+              'Use a number of 0 or more; 0 draws as often as a tenth of the time allows.')
 
 class LivePlotCB:
     "Draw losses and metrics while training goes on"
@@ -144,9 +155,9 @@ class LivePlotCB:
         names=None, # Columns of the history to draw; default: all losses and metrics
         seconds:float=5., # Least time between two drawings
     ):
-        if not seconds >= 0: raise ValueError(_BACKWARDS.format(seconds))
+        if not (is_number(seconds) and seconds >= 0): raise ValueError(_BACKWARDS.format(seconds))
         self.path = None if path is None else local_path(path, 'LivePlotCB', 'path').absolute()
-        self.names,self.seconds = [names] if isinstance(names, str) else names,seconds
+        self.names,self.seconds = _checked_names(names),seconds
         self._losses = None # Nothing to draw before the fit
 
     def before_fit(self, trainer):

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from tqdm.std import tqdm
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_choice
+from ..basics.checks import check_choice, is_number
 from ..basics.output import above_bars, say, say_stop
 from ..loop.events import Order
 from ..loop.numbers_on_device import Sent, one_number
@@ -151,8 +151,7 @@ class ProgressCB:
         seconds:float=0.25, # Least time between two redraws; between plain lines it is at least 10
     ):
         check_choice(place, 'place', ('notebook', 'terminal', 'plain'), none='to find out')
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not (is_number and seconds >= 0): raise ValueError(_NO_SECONDS.format(seconds))
+        if not (is_number(seconds) and seconds >= 0): raise ValueError(_NO_SECONDS.format(seconds))
         self.place,self.seconds = place,seconds
         self._forget()
 

@@ -7,7 +7,7 @@ __all__ = ['EarlyStoppingCB']
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #262a59a3
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, warn
+from ..basics.checks import check_count, check_number, warn
 from ..basics.old_names import old_words
 from ..loop.events import Order
 from ..loop.monitor import Monitor, check_monitored, mode_of, value_now
@@ -20,6 +20,11 @@ _SWAPPED = ("`threshold={!r}` is no better than `divergence={!r}` with `mode='{}
             'Are they swapped, or is the mode?')
 _NO_VALUE = ('`{}` watched `{}`, which had no value in any epoch of this fit, so it could not stop anything. '
              'Was there no validation?')
+
+def _check_levels(**levels):
+    "Refuse a level that is no number"
+    for name,level in levels.items():
+        check_number(level, name, 'values of the column are compared with it', none='to leave it out')
 
 def _check_reasons(mode, patience, threshold, divergence):
     "Make sure that it can stop, and not at once"
@@ -49,6 +54,7 @@ class EarlyStoppingCB(KeepsBest, Monitor):
     ):
         self.monitor,self.anew = monitor,reset
         self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
+        _check_levels(threshold=threshold, baseline=baseline, divergence=divergence)
         self.threshold,self.baseline,self.divergence = threshold,baseline,divergence
         patience = check_count(patience, 'patience', 'measured values are counted', none='for no limit')
         Monitor.__init__(self, mode_of(monitor, mode), min_delta, patience, or_equal)

@@ -13,20 +13,28 @@ import torch
 
 from ..loop.numbers_on_device import one_number
 from .device_flags import FlagsCB, where_found
-from ..basics.checks import check_count
+from ..basics.checks import check_count, check_function, check_list, is_number
 from ..loop.events import CancelBatchException, Order
 
-# %% ../../nbs/stop/50_loss_spikes.ipynb #16b4a234
+# %% ../../nbs/stop/50_loss_spikes.ipynb #9417857b
 _FACTOR = '`factor` is {!r}, so that an ordinary loss would be a spike. Use a number above 1, such as 3.'
+_PAIRS = 'they are pairs of epoch and batch, such as `[(0, 12)]`'
 _DECAY = '`decay` is {!r}; at 1 or more the mean would never change. Use a share such as 0.98.'
-_MIN_DELTA = '`min_delta` is {!r}, but a spike is above the mean. Use 0 or more, in the units of the loss.'
-_REPORT = '{}{}. `LossSpikeCB.found` lists all such batches; `skip` leaves them out of another run.'
+_MIN_DELTA = ('`min_delta` is {!r}, but a spike is above the mean. Use a number of 0 or more, in the units '
+              'of the loss.')
 
 def _check_spike(factor, decay, min_delta):
     "Make sure that these numbers tell a spike from an ordinary loss"
-    if not factor > 1: raise ValueError(_FACTOR.format(factor))
-    if not 0 <= decay < 1: raise ValueError(_DECAY.format(decay))
-    if not min_delta >= 0: raise ValueError(_MIN_DELTA.format(min_delta))
+    if not (is_number(factor) and factor > 1): raise ValueError(_FACTOR.format(factor))
+    if not (is_number(decay) and 0 <= decay < 1): raise ValueError(_DECAY.format(decay))
+    if not (is_number(min_delta) and min_delta >= 0): raise ValueError(_MIN_DELTA.format(min_delta))
+
+def _places(skip):
+    "The places to skip, as a set of pairs"
+    return {tuple(check_list(place, 'skip', _PAIRS)) for place in check_list(skip, 'skip', _PAIRS)}
+
+# %% ../../nbs/stop/50_loss_spikes.ipynb #16b4a234
+_REPORT = '{}{}. `LossSpikeCB.found` lists all such batches; `skip` leaves them out of another run.'
 
 class LossSpikeCB(FlagsCB):
     "Stop, or warn, when a training loss is far above its running mean"
@@ -48,7 +56,8 @@ class LossSpikeCB(FlagsCB):
         self.every = check_count(every, 'every', 'batches are counted')
         self.start_batch = check_count(start_batch, 'start_batch', 'batches are numbered from 0', least=0)
         self.factor,self.decay,self.min_delta = factor,decay,min_delta
-        self.stop,self.skip,self.report = stop,{tuple(place) for place in skip},report
+        if not stop: check_function(report, 'report', 'text')
+        self.stop,self.skip,self.report = stop,_places(skip),report
 
     def _start(self, trainer):
         "Forget the last run"

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_choice, warn
+from ..basics.checks import check_choice, is_number, warn
 from ..data.shared_loaders import rows_given
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
@@ -192,7 +192,7 @@ class EMACB(_AveragingCB):
         keep:bool=False, # Leave the average in the model when the fit has ended?
         *, warmup:bool=True, # Forget faster at first, for about 9/(1-`decay`) updates?
     ):
-        is_share = not isinstance(decay, (str, bool)) and 0 <= decay < 1
+        is_share = is_number(decay) and 0 <= decay < 1
         if not is_share: raise ValueError(_NO_DECAY.format(decay=decay))
         super().__init__(keep)
         self.decay,self.warmup,self._n = decay,warmup,0
@@ -239,7 +239,8 @@ class SWACB(_AveragingCB):
         update_bn:bool=True, # Measure batch norm's means anew, in a pass over `dls.train` after the fit?
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
-        if not 0 <= start < 1: raise ValueError(_NO_START.format(start=start))
+        is_share = is_number(start) and 0 <= start < 1
+        if not is_share: raise ValueError(_NO_START.format(start=start))
         check_choice(every, 'every', ('epoch', 'update'))
         super().__init__(keep)
         self.start,self.every,self.update_bn = start,every,update_bn

@@ -12,6 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from ..basics.checks import check_function
 from ..basics.settings import show_settings
 from ..basics.tensors import whole
 from ..basics.old_names import old_words
@@ -103,6 +104,28 @@ class _Norms(DeviceRecord):
         reached[:len(self.loaded)] = self.loaded
         return torch.stack([norms, reached], 1)
 
+# %% ../../nbs/train/30_clipping.ipynb #b6504928
+_NOT_ONE_LIMIT = ('`ClipGradCB` got {given}, and cannot tell how to clip. Give it one of `max_norm`, '
+                  '`max_value`, `adaptive`; for two, use two callbacks with a `name` and a `column` each.')
+_NO_LIMIT = ('`{kind}` is {limit!r}, and with that no gradient would be left to learn from. Use a number '
+             'above 0.')
+_NO_NORM = ('`norm_type` is {!r}, but it is the exponent of a norm. Use a number such as 2, or `math.inf` '
+            'for the largest gradient.')
+
+def _one_limit(given):
+    "The kind of clipping and its limit, or an error"
+    names = ' and '.join(f'`{o}`' for o in given) or 'no limit'
+    if len(given) != 1: raise ValueError(_NOT_ONE_LIMIT.format(given=names))
+    (kind,limit), = given.items()
+    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
+    if not (is_number and limit > 0): raise ValueError(_NO_LIMIT.format(kind=kind, limit=limit))
+    return kind,float(limit)
+
+def _checked_norm(given):
+    "The kind of norm, also from a text such as 'inf'"
+    try: return float(given)
+    except (TypeError, ValueError, RuntimeError): raise ValueError(_NO_NORM.format(given)) from None
+
 # %% ../../nbs/train/30_clipping.ipynb #f7393670
 @old_words
 class ClipGradCB:
@@ -121,27 +144,14 @@ class ClipGradCB:
     ):
         given = {'max_norm': max_norm, 'max_value': max_value, 'adaptive': adaptive}
         self.kind,self.limit = _one_limit({k: v for k,v in given.items() if v is not None})
-        self.norm_type,self.params = float(norm_type),params
+        self.norm_type,self.params = _checked_norm(norm_type),params
+        if params is not None: check_function(params, 'params', 'trainer')
         self.column = column if column is None else check_column(column)
         self._options = {self.kind: self.limit}
         self.clips_single_gradients = self.kind != 'max_norm' or math.isinf(self.norm_type)
         self.opt,self._known = opt,((), ())
         self.norm,self._now,self._resumed = None,None,None
         self._record,self._in_pass = _Norms(),False
-
-_NOT_ONE_LIMIT = ('`ClipGradCB` got {given}, and cannot tell how to clip. Give it one of `max_norm`, '
-                  '`max_value`, `adaptive`; for two, use two callbacks with a `name` and a `column` each.')
-_NO_LIMIT = ('`{kind}` is {limit!r}, and with that no gradient would be left to learn from. Use a number '
-             'above 0.')
-
-def _one_limit(given):
-    "The kind of clipping and its limit, or an error"
-    names = ' and '.join(f'`{o}`' for o in given) or 'no limit'
-    if len(given) != 1: raise ValueError(_NOT_ONE_LIMIT.format(given=names))
-    (kind,limit), = given.items()
-    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
-    if not (is_number and limit > 0): raise ValueError(_NO_LIMIT.format(kind=kind, limit=limit))
-    return kind,float(limit)
 
 # %% ../../nbs/train/30_clipping.ipynb #86964bba
 _CLIP = {'max_norm': _clip_norm, 'max_value': _clip_value, 'adaptive': _clip_adaptive}

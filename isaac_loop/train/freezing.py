@@ -12,7 +12,7 @@ from torch import nn
 
 from ..loop.events import Order
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, did_you_mean
+from ..basics.checks import check_count, did_you_mean, is_number
 
 # %% ../../nbs/train/40_freezing.ipynb #bcddb16b
 _NO_MODULE = 'The model is a {kind}, which has no parts to tell apart. Layer groups need an `nn.Module`.'
@@ -157,7 +157,8 @@ def discriminative_rates(
         names = list(layer_groups(model))
         factors = {name: factors**(i+1-len(names)) for i,name in enumerate(names)}
     for part,factor in factors.items():
-        if not factor > 0: raise ValueError(_NO_FACTOR.format(part=part, factor=factor))
+        is_above = is_number(factor) and factor > 0
+        if not is_above: raise ValueError(_NO_FACTOR.format(part=part, factor=factor))
         _parameters_of(model, part, 'discriminative_rates')
     return _WithRates(opt_func, model, factors)
 

@@ -10,7 +10,7 @@ import io, math
 
 from fastcore.basics import patch
 
-from ..basics.checks import check_count, check_flag, warn
+from ..basics.checks import check_count, check_flag, is_number, warn
 from ..basics.output import say
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_size, batch_weight
@@ -65,10 +65,10 @@ def suggest_rates(
     return {'valley': lrs[valley], 'steepest': lrs[steepest], 'minimum/10': lrs[lowest]/10}
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #0199eb05
-_NO_RISE = ('`lr_mult` is {lr_mult!r}, so the rate would not rise step by step. Use a factor above 1, such '
+_NO_RISE = ('`lr_mult` is {lr_mult!r}, so the rate would not rise step by step. Use a number above 1, such '
             'as 1.3.')
-_ENDS_AT_ONCE = ('`max_mult` is {max_mult!r}, so the very first losses would end the search. Use a factor '
-                 'above 1, such as 3.')
+_ENDS_AT_ONCE = ('`max_mult` is {max_mult!r}, and unless it is a number above 1, the very first losses would '
+                 'end the search. Use one, such as 3.')
 
 @old_words
 class LRFinderCB:
@@ -81,8 +81,9 @@ class LRFinderCB:
         n_batches:int=None, # Stop after so many batches at the latest
         show:bool=True, # Print what was found in the end, and draw it in a notebook?
     ):
-        if not 1 < lr_mult < math.inf: raise ValueError(_NO_RISE.format(lr_mult=lr_mult))
-        if not max_mult > 1: raise ValueError(_ENDS_AT_ONCE.format(max_mult=max_mult))
+        rises,goes_on = is_number(lr_mult) and 1 < lr_mult < math.inf,is_number(max_mult) and max_mult > 1
+        if not rises: raise ValueError(_NO_RISE.format(lr_mult=lr_mult))
+        if not goes_on: raise ValueError(_ENDS_AT_ONCE.format(max_mult=max_mult))
         check_count(n_batches, 'n_batches', 'each batch tries a rate', none='for no such limit')
         self.lr_mult,self.max_mult,self.n_batches = lr_mult,max_mult,n_batches
         self.show = check_flag(show, 'show')
@@ -274,7 +275,8 @@ def lr_find(self:Trainer,
 )->LRFinderCB: # With `lrs`, `losses`, `suggestions()` and `plot()`
     "Try rising learning rates, and leave the trainer as it was"
     finder = LRFinderCB(lr_mult, max_mult, n_batches, show=False)
-    if not 0 < start_lr < math.inf: raise ValueError(_NO_START.format(start_lr=start_lr))
+    is_rate = is_number(start_lr) and 0 < start_lr < math.inf
+    if not is_rate: raise ValueError(_NO_START.format(start_lr=start_lr))
     finder.n_batches = n_batches or max(2, math.ceil(math.log(100/start_lr, lr_mult)))
     finder._alone,finder.weigh = False,next(iter(offered(self, 'weigh')), None)
     with self.snapshot(keep=finder), self.side_run(callbacks), self.added_callbacks(finder):

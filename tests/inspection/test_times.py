@@ -1140,3 +1140,20 @@ def test_data_without_a_batch_are_the_error_that_they_are(time):
     with pytest.raises(ValueError, match="has no batches"):
         trainer.fit(1)
     left_clean(trainer)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(clock=object), "`clock` gave <object .* Pass one such as `time.perf_counter`"),
+        (dict(event=object), "`event` gave <object .* Pass a class such as `torch.cuda.Event`"),
+        (dict(event=lambda: 1), "`event` gave 1, which has no method `record`"),
+        (dict(event="cuda"), "`event` is 'cuda', which cannot be called"),
+    ],
+)
+def test_what_gives_no_times_is_refused_before_the_first_batch(options, words):
+    trainer = trainer_with()
+    with pytest.raises(TypeError, match=words):
+        trainer.fit(1, callbacks=TimesCB(**options))
+    left_clean(trainer)
+    assert trainer.n_updates == 0
