@@ -1,0 +1,153 @@
+"""An argument of a wrong type is refused in words of ours, never in one of Python's own: those name neither
+the argument nor what to do. The law holds for every callback and each of its parameters.
+"""
+
+import contextlib
+import inspect
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import isaac_loop.all as library
+from isaac_loop.all import (
+    BasicTrainCB,
+    CancelException,
+    ClipGradCB,
+    DataLoaders,
+    EarlyStoppingCB,
+    EMACB,
+    KeepBestCB,
+    LossSpikeCB,
+    LRFinderCB,
+    MetricsCB,
+    MixUpCB,
+    MomentumTrainCB,
+    OneCycleSchedulerCB,
+    PlateauSchedulerCB,
+    StepSchedulerCB,
+    SWACB,
+    Trainer,
+    WarmupSchedulerCB,
+    WSDSchedulerCB,
+)
+
+RAW = (
+    "not supported between",
+    "unsupported operand",
+    "object is not",
+    "has no attribute",
+    "can't multiply",
+    "can only concatenate",
+    "not iterable",
+    "must be real number",
+    "must be a string",
+    "could not convert",
+    "expected string",
+    "unhashable",
+)
+WRONG = "0.1", object(), {"a": 1}
+
+# What callbacks need beside the argument that is wrong
+NEEDED = {
+    "AttributeSchedulerCB": dict(functions={"opt.lr": lambda progress: 0.1}),
+    "BatchAugmentationCB": dict(tfms=lambda x: x),
+    "BatchSchedulerCB": dict(scheduler_func=partial(optim.lr_scheduler.StepLR, step_size=2)),
+    "BatchTransformCB": dict(tfm=lambda batch: batch),
+    "BlackBoxCB": dict(folder="box"),
+    "CheckpointCB": dict(folder="run"),
+    "ClipGradCB": dict(max_norm=1.0),
+    "DerivedColumnsCB": dict(one=lambda row: 1),
+    "EpochSchedulerCB": dict(scheduler_func=partial(optim.lr_scheduler.StepLR, step_size=2)),
+    "ExperimentCB": dict(root="all", project="one"),
+    "ExportCB": dict(folder="weights"),
+    "FreezeCB": dict(parts=["bias"]),
+    "GradientPlotCB": dict(folder="plots"),
+    "HistoryFilesCB": dict(folder="files", plot=None),
+    "HooksCallback": dict(hookfunc=lambda *args: None),
+    "LimitCB": dict(updates=100),
+    "LivePlotCB": dict(path="loss.png", seconds=100),
+    "LoggerCB": dict(to=[]),
+    "LossSpikeCB": dict(start_batch=0),
+    "NotifyCB": dict(send=lambda subject, text, files: None),
+    "PredictionsCSVCB": dict(path="preds.csv"),
+    "RecorderCB": dict(one=lambda trainer: 1.0),
+    "RenameColumnsCB": dict(valid_loss="loss"),
+    "ReportCB": dict(one=lambda preds, targets: 1.0),
+    "StepSchedulerCB": dict(epochs=1),
+    "TextComparisonCB": dict(decode=str),
+    "TrackingCB": dict(path="runs"),
+    "UploadCB": dict(url="memory://run", folder="."),
+}
+
+
+def callbacks():
+    "Names of everything public that is, or makes, callbacks"
+    return [o for o in dir(library) if o.endswith(("CB", "CBs", "Callback")) and o != "Callback"]
+
+
+def parameters(cls):
+    "Names of the parameters that are given by name"
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [o.name for o in inspect.signature(cls).parameters.values() if o.kind in named]
+
+
+def fit(callback):
+    "Two epochs of a tiny model"
+    batches = [(torch.ones(4, 2), torch.tensor([0, 1, 0, 1]))]
+    steps = [] if isinstance(callback, (list, BasicTrainCB, MomentumTrainCB)) else [BasicTrainCB()]
+    metrics = [] if isinstance(callback, list) else [MetricsCB(show=False)]
+    dls = DataLoaders(batches, batches)
+    trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(2, 2), [*steps, *metrics, callback])
+    with contextlib.suppress(CancelException):
+        trainer.fit(2, lr=0.1)
+
+
+def error_of(name, argument, value):
+    "What is said when `argument` is `value`: at once, or in a fit"
+    try:
+        fit(getattr(library, name)(**{**NEEDED.get(name, {}), argument: value}))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", callbacks())
+def test_a_wrong_type_never_ends_in_words_of_python(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        said = {(o, repr(x)): error_of(name, o, x) for o in parameters(getattr(library, name)) for x in WRONG}
+    assert not {given: text for given, text in said.items() if any(o in text for o in RAW)}
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)], ids=str)
+def test_a_number_of_numpy_or_in_a_tensor_is_a_number(number):
+    EMACB(number)
+    SWACB(number)
+    KeepBestCB(min_delta=number)
+    MixUpCB(number, number)
+    LossSpikeCB(number + 2, decay=number, min_delta=number)
+    LRFinderCB(number + 1, number + 1)
+    EarlyStoppingCB(min_delta=number, threshold=number, baseline=number)
+    PlateauSchedulerCB(factor=number, threshold=number)
+    StepSchedulerCB(1, number, min_lr=number)
+    WarmupSchedulerCB(start_factor=number, end_factor=number, k=number, cycle_mult=number)
+    WSDSchedulerCB(spacing=number + 1, end_factor=number)
+    OneCycleSchedulerCB(div_factor=number + 1, base_momentum=number, max_momentum=number)
+
+
+def test_what_nobody_reads_or_torch_understands_is_legal():
+    ClipGradCB(1.0, norm_type="inf")
+    OneCycleSchedulerCB(cycle_momentum=False, base_momentum=None)
+    PlateauSchedulerCB(patience=float("inf"), min_lr=[0.1, 0.2])
+    LossSpikeCB(report=None)
+
+
+def test_epochs_of_numpy_and_of_a_generator_are_epochs():
+    assert StepSchedulerCB(np.int64(2)).epochs == 2
+    assert StepSchedulerCB(n for n in (4, 2, 2)).epochs == [2, 4]
