@@ -49,11 +49,14 @@ def check_number(
     name:str, # Name of the argument, for the message
     why:str, # Why nothing else will do, for the message: 'rates are compared with it'
     none:str=None, # What None means, for the message; without it None is refused
+    above:float=None, # It has to be larger than this
 ): # The same
     "`value`, if it is a number, or an error"
-    if is_number(value) or (value is None and none is not None): return value
+    if value is None and none is not None: return value
+    if is_number(value) and (above is None or value > above): return value
+    wanted = 'a number' if above is None else f'a number above {above}'
     instead = '' if none is None else f', or None {none}'
-    raise ValueError(f'`{name}` is {value!r}, but {why}. Use a number{instead}.')
+    raise ValueError(f'`{name}` is {value!r}, but {why}. Use {wanted}{instead}.')
 
 # %% ../../nbs/basics/10_checks.ipynb #32f79de3
 def check_list(

@@ -74,12 +74,17 @@ class _Cut:
         return self.left[table] >= 0
 
 # %% ../../nbs/log/10_log_files.ipynb #80b646f9
+_NO_CSV = ("`folder` is '{path}', the name of a file, but there are several tables, with different columns, "
+           "and they want a folder. Leave `.csv` away: `CSV('{folder}')`.")
+
 class CSV(_Files):
     "A log in a folder of CSV files: `steps`, `epochs`, `batches`, `fits`, `runs`, `media`, `alerts`"
     def __init__(self,
         folder, # Made if missing
     ):
         self.folder = local_path(folder, 'CSV').absolute()
+        is_file = self.folder.suffix == '.csv' and not self.folder.is_dir()
+        if is_file: raise ValueError(_NO_CSV.format(path=folder, folder=self.folder.stem))
         super().__init__(CSVRows(self.folder), self.folder/'media')
 
     def check(self):

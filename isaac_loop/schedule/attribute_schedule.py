@@ -30,7 +30,7 @@ def _owners(trainer, target):
     head,*middle,name = target.split('.')
     obj = getattr(trainer, head)
     groups = getattr(obj, 'param_groups', None)
-    if groups is not None: owners = [groups[int(middle[0])]] if middle else groups
+    if groups is not None: owners = _groups(groups, [o for o in middle if o != 'param_groups'], target)
     elif isinstance(obj, nn.Module): owners = _modules(obj, '.'.join(middle), name)
     else:
         for attribute in middle: obj = getattr(obj, attribute)
@@ -41,6 +41,16 @@ def _owners(trainer, target):
         hint = did_you_mean(name, names)
         raise LookupError(_NO_ATTRIBUTE.format(name=name, target=target, kind=type(obj).__name__, hint=hint))
     return owners,name
+
+_NO_GROUP = ('`{target}` means no parameter group of the optimizer, which has {n}, counted from 0. Name one '
+             'as in `opt.0.lr`, or all as in `opt.lr`.')
+
+def _groups(groups, numbers, target):
+    "All parameter groups of an optimizer, or the one that has a number"
+    if not numbers: return groups
+    number = int(numbers[0]) if len(numbers) == 1 and numbers[0].isdecimal() else len(groups)
+    if number >= len(groups): raise LookupError(_NO_GROUP.format(target=target, n=len(groups)))
+    return [groups[number]]
 
 def _modules(model, pattern, name):
     "The modules that `pattern` fits; with a wildcard those among them that have an attribute `name`"

@@ -19,11 +19,14 @@ from ..train.optimizer_options import put_option, rates_of
 from .scheduler_checks import check_curve, check_options, check_rates, try_out
 
 # %% ../../nbs/schedule/30_plateau.ipynb #fc798840
+_NO_EPOCHS = '`epochs` is empty, so the rate would never be reduced. Name some, or leave the callback out.'
+
 def _checked_epochs(epochs):
     "A number of epochs, or several in order"
     several = isinstance(epochs, Iterable)
     why = 'a reduction comes after a whole number of epochs, or several'
     counts = [check_count(n, 'epochs', why) for n in (epochs if several else [epochs])]
+    if not counts: raise ValueError(_NO_EPOCHS)
     return sorted(set(counts)) if several else counts[0]
 
 # %% ../../nbs/schedule/30_plateau.ipynb #88e4601b
@@ -74,6 +77,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         kwargs['mode'] = mode_of(monitor, mode)
         check_curve(kwargs, ('factor', 'patience', 'threshold', 'cooldown', 'eps'), ('min_lr',))
         check_choice(kwargs['mode'], 'mode', ('min', 'max'))
+        if not kwargs.get('factor', 0.1) > 0: raise ValueError(_NO_FACTOR.format(factor=kwargs['factor']))
         check_choice(kwargs.get('threshold_mode', 'rel'), 'threshold_mode', ('rel', 'abs'))
         try_out(lr_scheduler.ReduceLROnPlateau, kwargs)
         self.monitor,self.opt,self.options = monitor,opt,kwargs

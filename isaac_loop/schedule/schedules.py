@@ -89,8 +89,9 @@ class WarmupSchedulerCB(_FactorCB):
         check_decay(decay, [*DECAYS, 'inverse_sqrt'])
         check_length(warmup=warmup, hold=hold, cooldown=cooldown)
         check_numbers(cycles, start_factor=0 if start_factor is None else start_factor, end_factor=end_factor)
-        for name,x in dict(power=power, k=k, cycle_mult=cycle_mult).items(): check_number(x, name, _CURVE)
-        check_number(timescale, 'timescale', 'updates are divided by it', none='for the warm-up')
+        check_number(power, 'power', _CURVE)
+        for name,x in dict(k=k, cycle_mult=cycle_mult).items(): check_number(x, name, _CURVE, above=0)
+        check_number(timescale, 'timescale', 'updates are divided by it', none='for the warm-up', above=0)
         if decay == 'inverse_sqrt' and not warmup and not timescale: raise ValueError(_NO_UNIT)
         self.decay,self.power,self.k = decay,power,k
         self.warmup,self.hold,self.cooldown = warmup,hold,cooldown

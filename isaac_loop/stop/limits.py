@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count
+from ..basics.checks import check_count, check_function
 from ..data.shared_loaders import rows_given, rows_of_all
 from ..loop.events import Order
 from ..loop.passes import parts_of
@@ -29,6 +29,15 @@ _NO_LIMIT = ('`LimitCB` has no limit, so it would do nothing. '
              'Give it `updates`, `samples`, `seconds` or `epochs`.')
 _NO_COUNT = ('`LimitCB` cannot count samples: {}. '
              'Let `count` return a number, by shapes: a tensor would make the device wait in every batch.')
+
+_NO_SAMPLES = ('`count` says what counts as samples, and there is no limit on those, so it would have no '
+               'effect. Give the limit by name: `LimitCB(samples=100_000, count=...)`.')
+
+def _check_counting(count, samples):
+    "Refuse what cannot count, or would count for nothing"
+    if count is None: return
+    check_function(count, 'count', 'batch')
+    if samples is None: raise ValueError(_NO_SAMPLES)
 
 def _is_number(x): return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
@@ -68,6 +77,7 @@ class LimitCB(KeepsState):
         counts = dict(updates=updates, samples=samples, epochs=epochs)
         for name,n in counts.items(): check_count(n, name, none='for no limit')
         if updates is samples is seconds is epochs is None: raise ValueError(_NO_LIMIT)
+        _check_counting(count, samples)
         self.updates,self.samples,self.epochs = updates,samples,epochs
         self.seconds,self.count = _seconds(seconds),count
         self.max_updates = updates # Read by `trainer.total_updates`

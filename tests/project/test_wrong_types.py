@@ -105,6 +105,7 @@ def fit(callback):
     trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(2, 2), [*steps, *metrics, callback])
     with contextlib.suppress(CancelException):
         trainer.fit(2, lr=0.1)
+    return trainer
 
 
 def error_of(name, argument, value):
@@ -151,3 +152,39 @@ def test_what_nobody_reads_or_torch_understands_is_legal():
 def test_epochs_of_numpy_and_of_a_generator_are_epochs():
     assert StepSchedulerCB(np.int64(2)).epochs == 2
     assert StepSchedulerCB(n for n in (4, 2, 2)).epochs == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: library.PlateauSchedulerCB(factor=0), "`factor` is 0, and nothing would be learnt"),
+        (lambda: library.PlateauSchedulerCB(factor=-0.5), "`factor` is -0.5, and nothing would be learnt"),
+        (lambda: library.StepSchedulerCB([]), "`epochs` is empty"),
+        (lambda: library.WarmupSchedulerCB(k=0), "`k` is 0.*Use a number above 0"),
+        (lambda: library.WarmupSchedulerCB(cycles=2, cycle_mult=-1), "`cycle_mult` is -1.*above 0"),
+        (lambda: library.WarmupSchedulerCB("inverse_sqrt", timescale=-1), "`timescale` is -1.*above 0"),
+        (lambda: library.LimitCB(1000, count=lambda batch: 3), "no limit on those"),
+        (lambda: library.LimitCB(samples=10, count="numel"), "`count` is 'numel', which cannot be called"),
+        (lambda: library.CSV("a.csv"), "`folder` is 'a.csv', the name of a file.*`CSV.'a'.`"),
+    ],
+)
+def test_a_number_that_would_have_no_effect_or_a_wrong_one_is_refused(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
+
+
+@pytest.mark.parametrize("target", ["opt.5.lr", "opt.param_groups.5.lr", "opt.first.lr", "opt.0.1.lr"])
+def test_a_parameter_group_that_is_not_there_is_told(target):
+    with pytest.raises(LookupError, match=f"`{target}` means no parameter group .* has 1"):
+        fit(library.AttributeSchedulerCB({target: lambda progress: 0.1}))
+
+
+def test_a_parameter_group_is_found_by_its_path_in_pytorch():
+    seen = []
+
+    def before_step(trainer):
+        seen.append(trainer.opt.param_groups[0]["lr"])
+
+    cb = library.AttributeSchedulerCB({"opt.param_groups.0.lr": lambda progress: 0.25})
+    fit([BasicTrainCB(), cb, before_step])
+    assert seen == [0.25, 0.25]
