@@ -33,6 +33,7 @@ class NotesCB:
         wanted=(), # Places at which the values themselves are kept; nothing is noted elsewhere then
     ):
         self.n_batches,self.left,self.trains = n_batches,n_batches,False
+        self.n_valid = 0 # Batches of validation until now
         self.wanted,self.counts,self.error = wanted,Counter(),None
         self.moments,self.values = {},{} # By place: kinds and digests by name, or values by name
 
@@ -45,6 +46,7 @@ class NotesCB:
     def _some(self, trainer, batches):
         for batch in batches:
             self.left -= trainer.training
+            self.n_valid += not trainer.training
             yield copied_or_same(batch, set()) # What is changed in place would stay so in the next run
             self.note(trainer, 'the end')
 
@@ -159,13 +161,14 @@ class Ablation:
     "Where a run with a callback begins to differ from one without it"
     def __init__(self,
         names:list, # Of the callbacks that were left out
-        n_batches:int, # How many training batches were compared
+        n_batches:int, # How many training batches were compared, or of validation if there was no training
         rows:list, # As `rows_of` gives them
         unsteady=(), # Names of values that differ between two equal runs
         error:str=None, # In which the run without them has failed
+        trained:bool=True, # Were these training batches?
     ):
         self.names,self.n_batches,self.rows = names,n_batches,Table(rows, COLUMNS)
-        self.unsteady,self.error = sorted(unsteady),error
+        self.unsteady,self.error,self.trained = sorted(unsteady),error,trained
 
     @property
     def first(self)->dict: # None if there is none
@@ -188,7 +191,8 @@ class Ablation:
         if self.first:
             told.append(_FIRST.format(who=self._who(), at=self.first['first at'], what=self._what()))
         elif not self.error:
-            told.append(_NONE.format(n=self._batches(), who=self._who(), es='es'*(len(self.names) == 1)))
+            es,them = 'es'*(len(self.names) == 1),'them' if self.n_batches != 1 else 'it'
+            told.append(_NONE.format(n=self._batches(), them=them, who=self._who(), es=es))
         if self.first and self.trains_the_same: told.append(_RECORDS.format(n=self._batches()))
         if self.unsteady: told.append(_UNSTEADY.format(', '.join(f'`{name}`' for name in self.unsteady[:5])))
         return ' '.join(told)
@@ -204,10 +208,12 @@ class Ablation:
         return f'`{row["value"]}` is {mine} with it, and {other} without'
 
     def _who(self): return ' and '.join(f'`{name}`' for name in self.names)
-    def _batches(self): return f'{self.n_batches} batch' + 'es'*(self.n_batches != 1)
+    def _batches(self):
+        which = 'this batch' if self.n_batches == 1 else f'these {self.n_batches} batches'
+        return which + ' of validation'*(not self.trained)
 
 _FIRST = 'Without {who} the first difference is in {at}: {what}.'
-_NONE = 'No difference in {n}: {who} only watch{es}.'
+_NONE = 'No difference in {n}: in {them} {who} only watch{es}.'
 _RECORDS = 'What is trained is the same in {n}.'
 _FAILS = 'Without {who} the run fails: {error}.'
 _UNSTEADY = 'Not compared is what differs between two equal runs: {}.'
@@ -219,6 +225,11 @@ _NEEDED = ('{who} alone does {steps} here, so without it there would be no run t
 _ONCE = ('`dls.train` gives its batches only once, so two runs cannot have the same ones. Make a loader '
          'of it that can be walked over again, such as `list(...)` of some batches.')
 
+_NO_BATCHES = ('No batch was run with {who} or without, so nothing was compared. Ask for at least one epoch '
+               '(`n_epochs`), of training if there is no validation (`train=True`), and see that `dls` has '
+               'batches, and that nobody ends the fit before the first one.')
+_NO_ONE = '`callback` is {!r}, so nobody is left out. Give a callback of the trainer, its name or its class.'
+
 def _providers(trainer): return {step: bool(trainer.plan.entries[True][step]) for step in STEPS}
 
 def _sides(trainer, callback, callbacks):
@@ -228,6 +239,7 @@ def _sides(trainer, callback, callbacks):
     trainer.remove_callbacks(callback)
     left,after = list(trainer.callbacks),_providers(trainer)
     gone = without(everybody, left)
+    if not gone: raise ValueError(_NO_ONE.format(callback))
     lost = [f'`{step}`' for step in STEPS if before[step] and not after[step]]
     if lost:
         who = ' and '.join(f'`{callback_name(cb)}`' for cb in gone)
@@ -276,4 +288,8 @@ def ablate(self:Trainer,
         found = first_differences(a, b, by_chance, whole=b.error is None)
         places = {place for _,place,_ in found.values()}
         rows = rows_of(found, noted(both, places), noted(one, places, True)) if found else []
-    return Ablation([callback_name(cb) for cb in gone], n-a.left, rows, by_chance, b.error)
+    names,n_trained,n_valid = [callback_name(cb) for cb in gone],n-a.left,max(a.n_valid, b.n_valid)
+    if not (n_trained or n-b.left or n_valid or b.error):
+        raise ValueError(_NO_BATCHES.format(who=' and '.join(f'`{name}`' for name in names)))
+    trained = bool(n_trained) or not n_valid
+    return Ablation(names, n_trained if trained else n_valid, rows, by_chance, b.error, trained)

@@ -28,7 +28,7 @@ from isaac_loop.all import (
     replaces,
     set_seed,
 )
-from isaac_loop.loop.events import CancelBatchException
+from isaac_loop.loop.events import CancelBatchException, CancelFitException
 from observing import observe, random_states, unchanged
 from runs import everything, fit, make_trainer
 from test_black_box import Duel, Stream, HidesState
@@ -125,7 +125,7 @@ def test_who_only_watches_shows_no_difference(make):
     assert found.first is None or found.trains_the_same
     if isinstance(callback, (ProgressCB, NonFiniteCB, LimitCB)):
         name = type(callback).__name__
-        assert str(found).startswith(f"No difference in 3 batches: `{name}` only watches.")
+        assert str(found).startswith(f"No difference in these 3 batches: in them `{name}` only watches.")
 
 
 @pytest.mark.parametrize("make", [lambda: MetricsCB(show=False), RecorderCB])
@@ -133,7 +133,7 @@ def test_who_records_trains_the_same(make):
     callback = make()
     found = small_trainer(callback).ablate(callback, 3)
     assert found.trains_the_same and found.first["kind"] == "history"
-    assert "What is trained is the same in 3 batches" in str(found)
+    assert "What is trained is the same in these 3 batches" in str(found)
     assert "is there only with it" in str(found)
 
 
@@ -338,3 +338,40 @@ def test_tables_are_shown_as_text_and_as_markdown():
     found = small_trainer(Planted("weights", "after_step")).ablate("Planted", 2)
     assert "| kind | first at | value | with | without | apart | others |" in found._repr_markdown_()
     assert "model.0.weight" in str(found) and repr(found) == str(found)
+
+
+class Doubles:
+    def before_step(self, trainer):
+        trainer.model[0].weight.grad.mul_(2)
+
+
+def test_where_nothing_was_compared_nobody_is_said_to_watch():
+    trainer = small_trainer(Doubles())
+    with pytest.raises(ValueError, match="nothing was compared.*n_epochs"):
+        trainer.ablate("Doubles", 3, n_epochs=0)
+
+    def before_fit(trainer):
+        raise CancelFitException("not today")
+
+    with pytest.raises(ValueError, match="nothing was compared"):
+        trainer.ablate("Doubles", 3, callbacks=before_fit)
+    for nobody in (None, [], [None]):
+        with pytest.raises(ValueError, match="nobody is left out"):
+            trainer.ablate(nobody)
+
+
+def test_what_is_said_is_said_of_the_batches_that_were_run():
+    trainer = small_trainer(Doubles(), NonFiniteCB())
+    found = trainer.ablate("Doubles", 3, train=False)
+    assert found.n_batches == 2
+    assert str(found) == "No difference in these 2 batches of validation: in them `Doubles` only watches."
+    assert "No difference in this batch: in it `NonFiniteCB` only" in str(trainer.ablate("NonFiniteCB", 1))
+
+    class Late:
+        def after_step(self, trainer):
+            if trainer.batch_num == 2:
+                CHANGES["weights"](trainer)
+
+    assert str(small_trainer(Late()).ablate("Late", 2)).startswith(
+        "No difference in these 2 batches: in them"
+    )
