@@ -35,6 +35,13 @@ class StandIn:
     @property
     def meant(self): return self.swap.function # What a map tells the place of
 
+    @property
+    def ways(self):
+        "What may run, each with a condition and whether that is to hold, for a map"
+        swap,when = self.swap,self.swap.when
+        if when is None: return [(swap.function, None, True)]
+        return [(when, None, True), (swap.function, when, True), (self.handler, when, False)]
+
     def __call__(self, trainer, **extra):
         __tracebackhide__ = True # An error shows whose function it was
         self.instead = False # Also if the condition fails
@@ -64,6 +71,9 @@ class Otherwise:
 
     @property
     def meant(self): return self.handler
+
+    @property
+    def ways(self): return [(self.handler, self.first.swap.when, False)]
 
     def __call__(self, trainer, **extra):
         __tracebackhide__ = True

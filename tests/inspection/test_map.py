@@ -468,6 +468,64 @@ def test_what_is_swapped_has_the_place_of_what_runs_instead():
             assert entry.where.startswith("test_map.py:")
 
 
+def keeps_a_note(trainer):
+    trainer.note = trainer.lr
+    trainer.opt.step()
+
+
+def late(trainer):
+    return trainer.epoch > 1
+
+
+class OwnStep:
+    def step(self, trainer):
+        trainer.note = trainer.lr
+
+
+@pytest.mark.parametrize(
+    "other, when, condition",
+    [
+        (keeps_a_note, None, ""),
+        (OwnStep(), None, ""),
+        (keeps_a_note, late, "late(trainer)"),
+        (keeps_a_note, lambda t: t.epoch == 0, "t.epoch == 0"),
+    ],
+)
+def test_what_is_swapped_reads_and_writes_what_the_function_in_its_place_does(other, when, condition):
+    trainer = images_trainer([BasicTrainCB()])
+    with trainer.swap("step", other, when):
+        [row] = trainer.map("note").table().rows
+        assert row["event"] == "step" and row["does"] == ("(writes)" if when else "writes")
+        assert row.get("if", "") == condition and row["where"].startswith("test_map.py:")
+        assert trainer.who_writes("note").rows == [row]
+        reads = {entry.event for entry in trainer.map("loss").shown if entry.touches("loss") == ["reads"]}
+        assert "step" not in reads or when
+        if when is late:
+            assert "step" in [row["event"] for row in trainer.who_reads("epoch").rows], "it is asked"
+    with pytest.raises(LookupError, match="Nobody reads or writes `trainer.note`"):
+        trainer.map("note")
+
+
+class Keeps:
+    def __init__(self, f):
+        self.f = f
+
+    def after_step(self, trainer):
+        self.f(trainer)
+
+
+class Notes:
+    def __call__(self, trainer):
+        trainer.note = 1
+
+
+@pytest.mark.parametrize("f", [keeps_a_note, Notes()])
+def test_a_function_that_a_callback_was_given_is_followed(f):
+    trainer = images_trainer([BasicTrainCB(), Keeps(f)])
+    [row] = trainer.who_writes("note").rows
+    assert (row["callback"], row["event"], row["does"]) == ("Keeps", "after_step", "writes")
+
+
 class FollowsCB:
     "A copy that follows the weights, which are only read for it"
 

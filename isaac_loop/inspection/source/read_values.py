@@ -104,9 +104,13 @@ def looked_up(
         f = found.__func__ if isinstance(found, classmethod) else found.f
         return MethodType(f, obj if isinstance(obj, type) else type(obj))
     if isinstance(found, FunctionType):
-        return found if isinstance(obj, (type, ModuleType)) else MethodType(found, obj)
+        return found if isinstance(obj, (type, ModuleType)) or _is_held(obj, name) else MethodType(found, obj)
     if type(found).__name__ == 'member_descriptor': return getattr(obj, name, UNKNOWN)
     return UNKNOWN if hasattr(type(found), '__get__') else found
+
+def _is_held(obj, name):
+    "Whether an attribute is the object's own, so that it is no method of the class"
+    return not isinstance(obj, Made) and name in getattr(obj, '__dict__', ())
 
 def _of_parent(parent, name):
     "A method of the classes after `parent.after`"

@@ -10,9 +10,10 @@ import ast, builtins, inspect
 from functools import partial
 from types import MethodType
 
+from ...basics.source_code import negated
 from .known_calls import ANEW, asked_by, gives_weights, is_optimizer
 from .method_source import function_node, function_of, place, to_follow
-from .read_branches import switches_graphs_off
+from .read_branches import UNWORDED, switches_graphs_off
 from .read_calls import Called, NewObjects, unpacked
 from .read_statements import either
 from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, Value
@@ -84,6 +85,8 @@ class Calls(NewObjects):
         if isinstance(live, MethodType) and to_follow(live.__func__, self.home): return self._bound(call)
         if to_follow(live, self.home): return self.follow(live, call.args, call.named)
         if isinstance(live, type): return self.make(call)
+        method = inspect.getattr_static(type(live), '__call__', None)
+        if to_follow(method, self.home): return self.follow(method, [call.f, *call.args], call.named)
         if call.owner.is_vars: return self.of_vars(call)
         is_offered = call.name in OFFERS and live is UNKNOWN
         if is_offered and not any(map(is_optimizer, call.owner.paths)): return self._offered(call)
@@ -176,13 +179,24 @@ class Reader(Builtins):
     )->Found:
         "What `handler` may do"
         self._begin()
+        self._handler(handler)
+        return self.found
+
+    def _handler(self, handler):
+        "A handler, or each way that one which was swapped may go"
+        for other,when,holds in getattr(handler, 'ways', ()):
+            if when is None: self._handler(other)
+            else:
+                with self.perhaps(_condition(when, holds)): self._handler(other)
+        if not hasattr(handler, 'ways'): self._of_function(handler)
+
+    def _of_function(self, handler):
         f,given = function_of(handler)
         trainer = Value([()], self.trainer)
         given_by_name = handler.keywords if isinstance(handler, partial) else {}
         named = {k: Value(live=v) for k,v in given_by_name.items()}
         if f is None or not to_follow(f, self.home): self.found.unclear.append('has no source')
         else: self.follow(f, [*(Value(live=o) for o in given), trainer], named)
-        return self.found
 
     def follow(self, f, args, named):
         "What a call of the function `f` gives"
@@ -234,6 +248,14 @@ class Reader(Builtins):
         return result
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #d3736a77
+def _condition(when, holds):
+    "The condition of a swap in the words of its source; of a function with a name, a call of it"
+    node,name = function_node(when),getattr(when, '__name__', '')
+    if isinstance(node, ast.Lambda): test = node.body
+    elif name.isidentifier(): test = ast.Call(ast.Name(name), [ast.Name('trainer')], [])
+    else: return UNWORDED
+    return test if holds else negated(test)
+
 def _parameters(node, args, named):
     "What the parameters of a function stand for"
     a = node.args
