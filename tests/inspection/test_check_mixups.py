@@ -218,9 +218,14 @@ def a_target_that_is_the_model():
     return keeps("target_net", lambda model: model)
 
 
-@planted("same_model")
+@planted("kept_alias")
 def a_teacher_that_is_the_model():
     return keeps("_teacher", lambda model: model)
+
+
+@planted("same_model")
+def a_teacher_that_is_the_model_and_no_source_tells():
+    return keeps("_teacher", nn.Module.train)  # It returns the model
 
 
 @right

@@ -6,12 +6,13 @@ What is seen must be among what is shown, for every callback of the library and 
 import copy
 import io
 import linecache
+import operator
 import subprocess
 import sys
 import warnings
 from contextlib import redirect_stdout
-from functools import partial
-from types import SimpleNamespace
+from functools import cached_property, partial, wraps
+from types import FunctionType, SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -524,6 +525,180 @@ def test_a_function_that_a_callback_was_given_is_followed(f):
     trainer = images_trainer([BasicTrainCB(), Keeps(f)])
     [row] = trainer.who_writes("note").rows
     assert (row["callback"], row["event"], row["does"]) == ("Keeps", "after_step", "writes")
+
+
+def noting(f):
+    "A decorator of a user's that does something of its own"
+
+    @wraps(f)
+    def inner(self, trainer):
+        trainer.note = trainer.lr
+        if trainer.epoch > 5:
+            raise CancelStepException("enough")
+        return f(self, trainer)
+
+    return inner
+
+
+def noting_so_much(n):
+    def decorator(f):
+        @wraps(f)
+        def inner(*args, **named):
+            args[1].note = n
+            return f(*args, **named)
+
+        return inner
+
+    return decorator
+
+
+class WrappedCB:
+    @noting
+    def after_step(self, trainer):
+        trainer.mark = 1
+
+
+class WrappedTwiceCB:
+    @noting_so_much(3)
+    @torch.no_grad()
+    def after_step(self, trainer):
+        trainer.mark = 1
+
+
+@pytest.mark.parametrize("cls", [WrappedCB, WrappedTwiceCB])
+def test_a_decorator_is_read_and_what_it_wraps(cls):
+    trainer = images_trainer([BasicTrainCB(), cls()])
+    for name in ("note", "mark"):
+        [row] = trainer.who_writes(name).rows
+        assert (row["callback"], row["does"]) == (cls.__name__, "writes")
+    [entry] = trainer.map(cls.__name__).entries
+    assert entry.may_leave == ("step" if cls is WrappedCB else "")
+    assert set(entry.found.reads) == ({"lr", "epoch"} if cls is WrappedCB else set())
+    assert entry.where.startswith("test_map.py:")
+
+
+class PropertyCB:
+    def before_fit(self, trainer):
+        self.held = trainer
+
+    @property
+    def of_fit(self):
+        return self.held
+
+    @cached_property
+    def of_fit_kept(self):
+        return self.held
+
+    def after_step(self, trainer):
+        self.of_fit.note = 1
+
+    def after_batch(self, trainer):
+        self.of_fit_kept.note = 1
+
+
+class ByDictCB:
+    def after_step(self, trainer):
+        trainer.__dict__["note"] = 1
+
+    def after_batch(self, trainer):
+        trainer.__dict__.update(note=1)
+
+
+class ByMapCB:
+    def write(self, trainer):
+        trainer.note = 1
+
+    def after_step(self, trainer):
+        list(map(self.write, [trainer]))
+
+    def after_batch(self, trainer):
+        [*filter(lambda o: setattr(o, "note", 1), (trainer,))]
+
+
+class AnyArgumentsCB:
+    def after_step(self, *args):
+        args[0].note = 1
+
+    def after_batch(self, *args):
+        self.after_step(*args)
+
+
+class BySetAttrCB:
+    def after_step(self, trainer):
+        trainer.__setattr__("note", 1)
+
+    def after_batch(self, trainer):
+        object.__setattr__(trainer, "note", 1)
+
+
+class InDictCB:
+    def after_step(self, trainer):
+        held = {"trainer": trainer}
+        held["trainer"].note = 1
+
+    def after_batch(self, trainer):
+        held = [trainer, 3]
+        for i in range(1):
+            held[i].note = 1
+
+
+@pytest.mark.parametrize("cls", [PropertyCB, ByDictCB, ByMapCB, AnyArgumentsCB, BySetAttrCB, InDictCB])
+def test_a_trainer_that_comes_by_another_way_is_followed(cls):
+    trainer = images_trainer([BasicTrainCB(), cls()])
+    found = trainer.who_writes("note")
+    assert [(row["callback"], row["event"]) for row in found.rows] == [
+        (cls.__name__, "after_step"),
+        (cls.__name__, "after_batch"),
+    ]
+
+
+def test_the_usual_steps_do_not_change_the_batch():
+    told = images_trainer([BasicTrainCB()]).who_writes("batch")
+    assert [row["callback"] for row in told.rows] == ["the loop"]
+
+
+def of_the_users(trainer):
+    trainer.note = 1
+
+
+class OwnEvalCB:
+    after_step = FunctionType(
+        (lambda self, trainer: eval(trainer)).__code__, {"eval": of_the_users, "__name__": "mine"}
+    )
+
+
+def test_a_function_of_the_users_may_be_called_like_one_of_python():
+    trainer = images_trainer([BasicTrainCB(), OwnEvalCB()])
+    [row] = trainer.who_writes("note").rows
+    assert row["callback"] == "OwnEvalCB" and not trainer.map().unclear
+
+
+def runs_text(trainer):
+    exec("trainer.note = 1")
+
+
+def evaluates_text(trainer):
+    eval('setattr(trainer, "note", 1)')
+
+
+def hands_attributes_on(trainer):
+    operator.setitem(vars(trainer), "note", 1)
+
+
+def hands_a_list_on(trainer):
+    operator.itemgetter(0)([trainer]).note = 1
+
+
+@pytest.mark.parametrize("f", [runs_text, evaluates_text, hands_attributes_on, hands_a_list_on])
+def test_where_the_source_does_not_tell_it_is_not_said_that_nobody_does(f):
+    class AsksCB:
+        after_step = staticmethod(f)
+
+    trainer = images_trainer([BasicTrainCB(), AsksCB()])
+    for ask in (trainer.map, trainer.who_writes):
+        with pytest.raises(LookupError, match="cannot be known.*`AsksCB.after_step`"):
+            ask("note")
+    assert trainer.map("note", observe=True).shown
 
 
 class FollowsCB:

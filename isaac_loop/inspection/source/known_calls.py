@@ -54,7 +54,9 @@ _BEGINNINGS = 'set_','add_','write','load_','reset','register_','update_','start
 _PLAIN_PARTS = {'parameters', 'grad', 'data', 'buffers', 'state_dict', 'named_parameters'}
 _GRADIENTS = {'backward', 'zero_grad', 'unscale_'}
 
-def ends_in_place(name): return name.endswith('_') and not name.endswith('__')
+_OF_OPERATOR = {'is_', 'not_', 'and_', 'or_'} # They change nothing
+
+def ends_in_place(name): return name.endswith('_') and not name.endswith('__') and name not in _OF_OPERATOR
 
 def _by_name(method, path):
     "Whether a method of this name changes what `path` leads to"

@@ -30,9 +30,10 @@ def _is_like(node, code):
 
 def function_node(
     f, # A Python function
+    inner:bool=True, # That of the function which a decorator has wrapped?
 )->ast.AST: # A `FunctionDef` or a `Lambda`; None if its source cannot be found
     "The syntax tree of `f` alone"
-    f = inspect.unwrap(f)
+    f = inspect.unwrap(f) if inner else f
     code = getattr(f, '__code__', None)
     if code is None: return None
     path = code.co_filename
@@ -40,16 +41,17 @@ def function_node(
     except SyntaxError: there = () # A cell with magics
     found = [node for node in there if _is_like(node, code)]
     if found: return found[0]
-    tree = syntax_tree(f)
+    tree = syntax_tree(f if inner else code)
     nodes = ast.walk(tree) if tree else ()
     return next((o for o in nodes if isinstance(o, (ast.FunctionDef, ast.Lambda))), None)
 
 # %% ../../../nbs/inspection/source/10_method_source.ipynb #4c1ff810
 def place(
     f, # A Python function, or an object with a `__call__`
+    inner:bool=True, # Of the function which a decorator has wrapped?
 )->str: # Such as 'train/training.py:41'; empty if nobody knows
     "Where the source of `f` begins"
-    code = getattr(inspect.unwrap(f), '__code__', None)
+    code = getattr(inspect.unwrap(f) if inner else f, '__code__', None)
     if code is None: return ''
     path,line = code.co_filename.replace(os.sep, '/'),code.co_firstlineno
     if 'ipykernel_' in path or path.startswith('<'): return f'notebook:{line}'
@@ -59,17 +61,33 @@ def place(
 # %% ../../../nbs/inspection/source/10_method_source.ipynb #c16edc37
 _FOREIGN = ('torch', 'torcheval', 'numpy', 'fastcore', 'matplotlib', 'fastprogress', 'tqdm', 'accelerate')
 
+def _package(f):
+    "The package of a function; that of a wrapper, and not of what it wraps"
+    name = f.__globals__.get('__name__') if hasattr(f, '__wrapped__') else f.__module__
+    return (name or '').partition('.')[0]
+
+def _in_library(f): return os.path.realpath(f.__code__.co_filename).startswith(_libraries())
+
+def without_wrappers(
+    f, # A Python function
+): # `f` itself where its own wrapper is a user's
+    "What a function wraps, as `torch.no_grad()` does, as far as the wrapper is of a library"
+    while hasattr(f, '__wrapped__'):
+        known = isinstance(f, FunctionType) and _package(f) not in (*_FOREIGN, 'isaac_loop')
+        if known and not _in_library(f): break
+        f = f.__wrapped__
+    return f
+
 def to_follow(
     f, # Anything that is called
     home:str='', # Top-level package of the callback, which is read as well
 )->bool:
     "Whether the source of `f` is to be read"
     if not isinstance(f, FunctionType): return False
-    package = (f.__module__ or '').partition('.')[0]
+    f = without_wrappers(f)
+    package = _package(f)
     if package == 'isaac_loop' or (home and package == home): return True
-    code = getattr(inspect.unwrap(f), '__code__', None)
-    if code is None or package in _FOREIGN: return False
-    return not os.path.realpath(code.co_filename).startswith(_libraries())
+    return package not in _FOREIGN and not _in_library(f)
 
 @functools.cache
 def _libraries():

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source/60_read_calls.ipynb #dd235fe4
-import ast, functools, inspect
+import ast, functools, inspect, textwrap
 from types import ModuleType
 
 from .known_calls import COMPUTED, COPIES, FILLING, PARTS, PASSED, changed
@@ -63,6 +63,8 @@ def _on_its_place(value):
     "Whether weights or gradients are meant, which are where the model is"
     return of_weights(value.paths) or any('grad' in path for path in value.paths)
 
+def _named(node): return textwrap.shorten(ast.unparse(node.func), 40, placeholder=' ...')
+
 def _updates(path): return is_optimizer(path) and 'made' not in path
 
 class KnownCalls(Attributes):
@@ -76,14 +78,23 @@ class KnownCalls(Attributes):
             self.note('changes', what, call.node, part_of_model(name) if what == 'model' else '')
         reached = [path for value in (owner, *call.given) for path in value.paths if path]
         if name == 'step' and any(map(_updates, reached)): self.note('reads', 'gradients', call.node)
-        if name not in _TELLING and any(o.is_trainer for o in call.given):
-            self.doubt(f'hands the trainer to `{name}`', call.node)
+        if name in ('__setattr__', '__delattr__'): self._set_by_name(call)
+        elif name not in _TELLING and any(() in o.paths for o in call.given):
+            self.doubt(f'hands the trainer to `{name or _named(call.node)}`', call.node)
+        elif name not in (*_TELLING, *FILLING) and any(o.is_vars for o in call.given):
+            self.doubt(f'hands the attributes of the trainer to `{name or _named(call.node)}`', call.node)
         if name in FILLING and isinstance(call.node.func, ast.Attribute): self._fill(call)
         for deed in deeds(name, owner, call.given, call.node): self.do(deed, call.node)
         into = getattr(call.node.func, 'value', None)
         if name == 'copy_' and call.node.args and self.mixes(into, call.node.args[0]):
             self.do('averages', call.node)
         return self._result(call)
+
+    def _set_by_name(self, call):
+        "A call of `trainer.__setattr__`, or of that of a class with the trainer"
+        given = call.given if call.owner.is_trainer else call.given[1:]
+        is_trainers = call.owner.is_trainer or any(o.is_trainer for o in call.given[:1])
+        if is_trainers and given: self.write_by_name(given[0], call.node)
 
     def _fill(self, call):
         "A list or a dict gets further elements"

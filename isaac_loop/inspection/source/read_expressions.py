@@ -14,7 +14,7 @@ from .known_calls import FACTS, longer, shared
 from .method_source import to_follow
 from .read_assignments import Assignments
 from .read_statements import either, part_of
-from .read_values import Choice, Made, NOTHING, UNKNOWN
+from .read_values import Choice, Made, NOTHING, UNKNOWN, VARS
 from .read_values import Value, joined, looked_up, method_for
 
 # %% ../../../nbs/inspection/source/50_read_expressions.ipynb #1e512247
@@ -97,6 +97,7 @@ class Attributes(Expressions):
     "Says what attributes and entries stand for"
     def of_Attribute(self, node):
         owner = self.value(node.value)
+        if node.attr == '__dict__': return VARS if owner.is_trainer else Value(owner.paths)
         if node.attr == 'training': self.do('asks training', node)
         found = [self.of_trainer(node.attr, node)] if owner.is_trainer else []
         paths = owner.paths - {()}
@@ -108,7 +109,9 @@ class Attributes(Expressions):
         paths = {longer(path, name) for path in paths if name not in FACTS}
         if any(shared(path) == 'gradients' for path in paths): self.note('reads', 'gradients', node)
         live = looked_up(owner.live, name) if owner.live is not UNKNOWN else UNKNOWN
-        if isinstance(live, property): return self._of_property(live, owner)
+        if isinstance(live, property):
+            made = self._of_property(live, owner)
+            return made | Value(paths) if paths else made
         known = self._looked_for(self.kept_by(owner), name)
         if not known: return Value(paths, live)
         kept = either(known)
@@ -137,7 +140,8 @@ class Attributes(Expressions):
         if owner.parts and isinstance(key.live, int) and -len(owner.parts) <= key.live < len(owner.parts):
             return owner.parts[key.live]
         named = isinstance(key.live, str)
-        return Value({longer(path, key.live) if named else path for path in owner.paths if path})
+        paths = {longer(path, key.live) if named else path for path in owner.paths if path}
+        return Value(paths | ({()} & owner.paths if owner.new else set())) # A new list may hold the trainer
 
     def by_name(self, key, node, needed=False):
         "An attribute of the trainer whose name is the value `key`"

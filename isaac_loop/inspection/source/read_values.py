@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source/30_read_values.ipynb #0eb765ea
-import ast, inspect
+import ast, functools, inspect
 from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
 
@@ -63,6 +63,7 @@ class Value:
     def is_vars(self): return ('_vars',) in self.paths # It is `vars(trainer)`
 
 NOTHING = Value()
+VARS = Value([('_vars',)]) # `vars(trainer)`
 
 def joined(
     values, # Any number
@@ -103,6 +104,8 @@ def looked_up(
     if isinstance(found, classmethod) or type(found).__name__ == '_clsmethod': # fastcore's
         f = found.__func__ if isinstance(found, classmethod) else found.f
         return MethodType(f, obj if isinstance(obj, type) else type(obj))
+    if isinstance(found, functools.cached_property): found = property(found.func)
+    if isinstance(found, property) and not isinstance(obj, type): return found
     if isinstance(found, FunctionType):
         return found if isinstance(obj, (type, ModuleType)) or _is_held(obj, name) else MethodType(found, obj)
     if type(found).__name__ == 'member_descriptor': return getattr(obj, name, UNKNOWN)

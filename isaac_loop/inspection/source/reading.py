@@ -12,11 +12,11 @@ from types import MethodType
 
 from ...basics.source_code import negated
 from .known_calls import ANEW, asked_by, gives_weights, is_optimizer
-from .method_source import function_node, function_of, place, to_follow
+from .method_source import function_node, function_of, place, to_follow, without_wrappers
 from .read_branches import UNWORDED, switches_graphs_off
 from .read_calls import Called, NewObjects, unpacked
-from .read_statements import either
-from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, Value
+from .read_statements import either, part_of
+from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, VARS, Value
 from .read_values import joined, looked_up, method_for
 from ...loop.ranks import Ranks, here
 from ...loop.shared_attributes import OFFERS
@@ -28,10 +28,11 @@ class Calls(NewObjects):
     "Follows calls, or knows what they do"
     def of_Call(self, node):
         special = method_for(type(self), 'call', getattr(node.func, 'id', ''))
-        if special is not None and node.func.id not in self.names: return special(self, node)
+        if special is not None and self._is_builtin(node.func.id): return special(self, node)
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else NOTHING
         f = self.of_Attribute(node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
-        args,named = [self.value(o) for o in node.args],{o.arg: self.value(o.value) for o in node.keywords}
+        args = [part for o in node.args for part in self._spread(o)]
+        named = {o.arg: self.value(o.value) for o in node.keywords}
         name = getattr(node.func, 'attr', '') or getattr(f.live, '__name__', getattr(node.func, 'id', ''))
         self.found.calls.add(name)
         self._note_asked(name, owner, node)
@@ -41,6 +42,18 @@ class Calls(NewObjects):
         is_own = owner.is_trainer and isinstance(f.live, MethodType) and f.live.__self__ is self.trainer
         if is_own: return self._of_trainer(call)
         return self.apply(call)
+
+    def _is_builtin(self, name):
+        "Whether a name is that of Python's own function, and not of another"
+        known = getattr(builtins, name)
+        return name not in self.names and self.around.get(name, known) is known
+
+    def _spread(self, node):
+        "The values of an argument: several for `*args`, where they are known"
+        value = self.value(node)
+        if not isinstance(node, ast.Starred): return [value]
+        if value.parts is None and () in value.paths: self.doubt('hands the trainer on by `*`', node)
+        return [value] if value.parts is None else value.parts
 
     def _note_asked(self, name, owner, node):
         "Whose weights a call takes, or what it asks, and whether an average has moved by then"
@@ -114,8 +127,6 @@ def _texts(args):
     return {part.live if isinstance(part.live, str) else '*' for part in flat}
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #6e6c74a7
-VARS = Value([('_vars',)])
-
 class Builtins(Calls):
     "Calls that take an attribute's name as text"
     def call_getattr(self, node):
@@ -145,6 +156,26 @@ class Builtins(Calls):
     def call_vars(self, node):
         owner = self.value(node.args[0]) if node.args else NOTHING
         return VARS if owner.is_trainer else Value(owner.paths)
+
+    def call_map(self, node):
+        "`map` and `filter` call their function with each element"
+        f,*rest = [part for o in node.args for part in self._spread(o)]
+        self.found.calls.add(node.func.id)
+        made = NOTHING
+        if f.live is not None and f.live is not UNKNOWN:
+            name = getattr(f.live, '__name__', node.func.id)
+            made = self.apply(unpacked(Called(name, f, NOTHING, [part_of(o) for o in rest], {}, node)))
+        return joined([f, made, *rest], True)
+
+    call_filter = call_map
+
+    def call_exec(self, node):
+        "A text may do anything"
+        self.doubt(f'calls `{node.func.id}`, whose text may do anything,', node)
+        self.of_others(node)
+        return NOTHING
+
+    call_eval = call_exec
 
     def call_super(self, node):
         return Value(live=Parent(self.callback, self.around.get('__class__', type(self.callback))))
@@ -200,16 +231,16 @@ class Reader(Builtins):
 
     def follow(self, f, args, named):
         "What a call of the function `f` gives"
-        f = inspect.unwrap(f)
+        f = without_wrappers(f)
         given = [*args, *named.values()]
         key = f,*(o.paths for o in given),*(id(o.live) for o in given)
         if key in self.seen or len(self.stack) > 14: return self._once_more(key)
         self.seen[key] = NOTHING # In a recursion
         before = {what: len(texts) for what,texts in self.found.conditions.items()}
-        node = function_node(f)
-        if node is None: return self._without_source(f, given)
+        node = function_node(f, inner=False)
+        if node is None: return self._without_source(f, args, named)
         self.stack.append(f)
-        file = place(f).rpartition(':')[0]
+        file = place(f, inner=False).rpartition(':')[0]
         result = self.seen[key] = self._inside(node, args, named, {}, _around(f), file)
         self.stack.pop()
         texts = self.found.conditions.items()
@@ -222,9 +253,11 @@ class Reader(Builtins):
             if '...' not in self.found.conditions[what]: self.found.conditions[what].append('...')
         return self.seen.get(key, NOTHING)
 
-    def _without_source(self, f, given):
+    def _without_source(self, f, args, named):
+        given = [*args, *named.values()]
         if not any(o.is_trainer for o in given): return Value(joined(given).paths)
         self.found.unclear.append(f'calls `{f.__name__}`, which has no source')
+        if hasattr(f, '__wrapped__'): return self.follow(f.__wrapped__, args, named)
         return Value({path for path in joined(given).paths if path})
 
     def enter(self, made, args, named):
@@ -264,7 +297,8 @@ def _parameters(node, args, named):
     defaults = [*zip(names[::-1], a.defaults[::-1]), *zip([o.arg for o in a.kwonlyargs], a.kw_defaults)]
     found |= {name: Value(live=o.value) for name,o in defaults if isinstance(o, ast.Constant)}
     found |= dict(zip(names, args)) | {k: v for k,v in named.items() if k in found}
-    if a.vararg: found[a.vararg.arg] = joined(args[len(names):])
+    rest = args[len(names):]
+    if a.vararg: found[a.vararg.arg] = Value(joined(rest).paths, parts=rest, new=True)
     if a.kwarg: found[a.kwarg.arg] = joined([v for k,v in named.items() if k not in found])
     return found
 
