@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torcheval.metrics import MulticlassAccuracy
 
 import runs
-from isaac_loop import Trainer, replaces
+from isaac_loop import Trainer, replaces, with_cbs
 from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB
 from isaac_loop.callbacks import DeviceCB, EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
 from isaac_loop.data import DataLoaders
@@ -879,6 +879,63 @@ def test_who_waits_for_steps_that_a_batch_of_ones_own_does_not_run_is_told():
     callbacks = [BasicTrainCB(), ClipGradCB(1.0)]
     assert found_in(PredictTrainer(*parts, nn.Linear(3, 2), callbacks)) == ["waits_in_vain"]
     assert found_in(HelpedTrainer(*parts, nn.Linear(3, 2), callbacks)) == []
+
+
+class NoSpanTrainer(Trainer):
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+class SpanTrainer(Trainer):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+class BordersTrainer(NoSpanTrainer):
+    def one_batch(self):
+        self.run_callbacks("before_batch")
+        super().one_batch()
+        self.run_callbacks("after_batch", "cleanup_batch")
+
+
+class WrapsTrainer(Trainer):
+    def one_batch(self):
+        self.n_seen = 0
+        super().one_batch()
+
+
+@pytest.mark.parametrize("batches", [0, 3])
+def test_a_batch_of_ones_own_that_is_no_span_is_run_and_told_where_somebody_waits_for_its_borders(batches):
+    def small(cls, *cbs):
+        data = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(4)]
+        parts = DataLoaders(data, data[:2]), F.cross_entropy, optim.SGD
+        return cls(*parts, nn.Linear(3, 2), [BasicTrainCB(), *cbs])
+
+    assert found_in(small(NoSpanTrainer), batches=batches) == []
+    trainer = small(NoSpanTrainer, MetricsCB())
+    assert found_in(trainer, batches=batches) == ["waits_in_vain"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "`NoSpanTrainer.one_batch` is your own and no span" in str(trainer.check())
+    for cls in (SpanTrainer, BordersTrainer, WrapsTrainer):
+        assert found_in(small(cls, MetricsCB(), ClipGradCB(1.0)), batches=batches) == [], cls
+
+
+def test_what_batches_tell_is_also_told_of_a_batch_that_is_no_span():
+    class Halves:
+        def before_predict(self, trainer):
+            trainer.batch[0].mul_(0.5)
+
+    data = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(4)]
+    parts = DataLoaders(data, data[:2]), F.cross_entropy, optim.SGD
+    names = found_in(NoSpanTrainer(*parts, nn.Linear(3, 2), [BasicTrainCB(), Halves()]), batches=3)
+    assert names == found_in(SpanTrainer(*parts, nn.Linear(3, 2), [BasicTrainCB(), Halves()]), batches=3)
+    assert names
 
 
 # At every fit

@@ -41,7 +41,7 @@ from ..trial_folder import unseen
 from ..waits import tensors_in
 from ..watched_calls import watching
 from ..seen_objects import memory_of
-from ...loop.events import CancelException, Order, callback_name
+from ...loop.events import CancelException, Order, SPANS, callback_name
 from ...loop.handlers import has_own_batch
 from ...loop.passes import n_batches, parts_of
 from ...state.random_numbers import random_state, same_random_state
@@ -132,15 +132,18 @@ class SeenSpans(LayerModes, Unwanted, BatchLosses, CallbackTraces, AskedModel):
     def __init__(self, trainer):
         super().__init__(trainer)
         self.hooks = [] # How many there are on the model when each epoch of training begins
+        self.ended = True # Is the last batch over?
 
     @spared
     def look(self, trainer, span, begins):
         "One end of a span"
-        if span.name == 'batch': (self._batch_begins if begins else self._batch_ends)(trainer)
+        is_next = span.name == 'batch' and begins is self.ended # Not yet seen as a batch without a span
+        if is_next: (self._batch_begins if begins else self._batch_ends)(trainer)
         if span.name == 'epoch' and not trainer._training: self.look_at_validation(trainer, begins)
 
     def _batch_begins(self, trainer):
         self.batches.append(Batch(self.moment()[0]))
+        self.ended = False
         self.batches[-1].came = scales_of(tensors_in(trainer.batch))
         self.inputs.begin()
         if trainer._training and trainer.batch_num == 0: self.hooks.append(_hooks_on(trainer.model))
@@ -159,7 +162,7 @@ class SeenSpans(LayerModes, Unwanted, BatchLosses, CallbackTraces, AskedModel):
         self.operations.tokens = [x for x in inputs if x.dtype in (torch.int32, torch.int64) and x.ndim == 2]
 
     def _batch_ends(self, trainer):
-        batch = self.batches[-1]
+        batch,self.ended = self.batches[-1],True
         batch.drew = not same_random_state(batch.start, random_state())
         if batch.loss is None: self.note_loss(trainer)
         self.note_measured(trainer)
@@ -205,6 +208,21 @@ class SeenRun(SeenSpans):
         self.note_data(trainer, who)
 
 # %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #1899cc80
+@contextmanager
+def _batches_without_span(trainer, look):
+    "Look at both ends of a `one_batch` of one's own that is no span"
+    if not has_own_batch(trainer) or hasattr(type(trainer).one_batch, 'span'):
+        yield
+        return
+    plain,span = trainer.one_batch,SPANS['batch']
+    def one_batch():
+        look(trainer, span, True)
+        try: plain()
+        finally: look(trainer, span, False)
+    vars(trainer)['one_batch'] = one_batch
+    try: yield
+    finally: vars(trainer).pop('one_batch', None)
+
 _NO_DATA = ('`trainer.dls` has no loader for training or validation, so there are no batches to run. Set '
             '`trainer.dls`, or leave `batches` out to look at the source alone.')
 _ASIDE = ('This came up while `check(batches=...)` ran batches on the side, as a fit would. If it is about '
@@ -258,7 +276,8 @@ def seen_run(
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         seen.of_model = _parameters_of(trainer.model)
         seen.note_asleep('', dict.fromkeys(modes_of(trainer.model), True))
-        with seen.gradients.noting(), seen.doings.noting(), seen.inputs.noting(), seen.calls, seen.operations:
+        with (seen.gradients.noting(), seen.doings.noting(), seen.inputs.noting(), seen.calls,
+              seen.operations, _batches_without_span(trainer, seen.look)):
             trainer.fit(2, lr, **passes)
         _end(seen, trainer)
     return seen

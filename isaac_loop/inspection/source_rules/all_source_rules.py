@@ -29,7 +29,8 @@ RULES = { # By the name of what each finds
 # %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #e97c63a9
 def _in_vain(scene):
     "Callbacks that wait for what never comes"
-    return check_orders.waiting_in_vain(scene) + never_run(scene.trainer.plan, scene.trainer.callbacks)
+    found = check_orders.waiting_in_vain(scene) + check_orders.without_span(scene)
+    return found + never_run(scene.trainer.plan, scene.trainer.callbacks)
 
 RULES |= {
     'average_before_step': check_orders.early_averages,

@@ -101,14 +101,35 @@ def blind_writers(scene):
 _IN_VAIN = ('{waits} waits in vain: `{trainer}.one_batch` is your own, and never runs `{step}`. Run it '
             "there by `self.run_callbacks('{step}')`, or leave `{who}` out.")
 
+_NO_SPAN = ('{waits} waits in vain: `{trainer}.one_batch` is your own and no span, so `before_batch`, '
+            '`after_batch` and `cleanup_batch` do not run. Decorate it with '
+            "`@with_cbs('batch', CancelBatchException)`.")
+_OF_BATCH = 'before_batch','after_batch','cleanup_batch'
+
+def without_span(scene):
+    "Callbacks that wait for the borders of batches, and a `one_batch` that has none"
+    one_batch,own = type(scene.trainer).one_batch,_own_batch(scene)
+    if own is None or hasattr(one_batch, 'span'): return []
+    if not own.found.runs.isdisjoint((*_OF_BATCH, 'batch', '*')): return []
+    waiting = [o for o in scene.entries if o.event in _OF_BATCH and o.callback is not None
+               and not isinstance(o.callback, TrainersOwn)]
+    if not waiting: return []
+    text = _NO_SPAN.format(waits=said(waiting[0]), trainer=type(scene.trainer).__name__)
+    return [Finding('waits_in_vain', text, [o.callback for o in waiting])]
+
+def _own_batch(scene):
+    "The entry of a `one_batch` of the user's, if its source tells all and it does not go on to another"
+    mine = [o for o in scene.entries if isinstance(o.callback, TrainersOwn)]
+    own = next((o for o in mine if o.does.startswith('One batch')), None)
+    return None if own is None or own.found.unclear or 'one_batch' in own.found.calls else own
+
 _STEP_OF = {event: name for name,span in STEPS.items()
             for event in (span.before, name, span.after, span.cleanup)}
 
 def waiting_in_vain(scene):
     "Callbacks that answer steps which a `one_batch` of one's own does not run"
-    mine = [o for o in scene.entries if isinstance(o.callback, TrainersOwn)]
-    own = next((o for o in mine if o.does.startswith('One batch')), None)
-    if own is None or own.found.unclear: return []
+    own = _own_batch(scene)
+    if own is None: return []
     run = steps_run(scene)
     if run is None: return []
     found,told = [],set()
