@@ -30,14 +30,43 @@ def _in_words(value):
 # %% ../../nbs/inspection/19_comparison.ipynb #6f155504
 def _model_in_words(model):
     if not isinstance(model, torch.nn.Module): return type(model).__name__
-    return f'{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters'
+    return f'{_layer_in_words(model)}, {sum(p.numel() for p in model.parameters()):,} parameters'
+
+def _layer_in_words(layer):
+    "A layer without those inside, by its class and what it prints; one of a user's also by plain attributes"
+    try: told = [text for text in [layer.extra_repr()] if text]
+    except Exception: told = [] # It may need what is not there yet
+    if not type(layer).__module__.startswith('torch.'):
+        told += [f'{k}={_in_words(v)}' for k,v in vars(layer).items() if k[0] != '_' and k != 'training'
+                 and (v is None or isinstance(v, (numbers.Number, str)) or hasattr(v, '__qualname__'))]
+    return type(layer).__name__ + (f'({", ".join(told)})' if told else '')
+
+def _layers(model):
+    "The layers of a model in words, by name, and which of its parameters are trained"
+    if not isinstance(model, torch.nn.Module): return {},{}
+    layers = {f'model.{path}': _layer_in_words(layer) for path,layer in model.named_modules() if path}
+    trained = ((f'model.{name}', p.requires_grad) for name,p in model.named_parameters())
+    return layers,{name: 'trained' if is_trained else 'frozen' for name,is_trained in trained}
+
+_SHOWN = 12 # Layers and parameters
+
+def _of_models(a, b):
+    "Layers and parameters in which two models differ, the first of them, for either"
+    (x,trained),(y,other) = _layers(a),_layers(b)
+    x,y = x | {k: trained[k] for k in trained if k in other},y | {k: other[k] for k in other if k in trained}
+    names = [name for name in {**x, **y} if x.get(name) != y.get(name)]
+    found = [{name: o[name] for name in names[:_SHOWN] if name in o} for o in (x, y)]
+    if len(names) > _SHOWN: found[0]['further layers'] = f'{len(names)-_SHOWN} differ'
+    return found
 
 def _loader_in_words(dl):
     "A loader by its class, its length and the size of its batches"
     try: length = f'{len(dl)} batches'
     except TypeError: length = 'no length'
     size = getattr(dl, 'batch_size', None)
-    return 'none' if dl is None else f'{type(dl).__name__}, {length}' + (f' of {size}' if size else '')
+    text = f'{type(dl).__name__}, {length}' + (f' of {size}' if size else '')
+    shuffled = isinstance(getattr(dl, 'sampler', None), torch.utils.data.RandomSampler)
+    return 'none' if dl is None else text + ', shuffled'*shuffled
 
 def _callback_in_words(cb):
     "A callback with its settings; what has no text of its own is told by its public attributes"
@@ -69,6 +98,10 @@ def _doings(trainer):
     return {name: ', '.join(who) for name,who in found.items()}
 
 # %% ../../nbs/inspection/19_comparison.ipynb #234e0351
+_SAME = ('Nothing of this differs: classes of trainer, model and loaders, settings of layers, loss, '
+         'optimizer and callbacks, what is frozen, orders, who stands at which event and who writes what. '
+         'Not compared are values of weights, data, and what a `forward` does.')
+
 class Comparison:
     "What differs between two trainers: text when printed, a table in a notebook"
     def __init__(self,
@@ -85,7 +118,7 @@ class Comparison:
         rows = [dict(what=name, a=a or '-', b=b or '-') for name,(a,b) in self.differences.items()]
         return Table(rows, ['what', 'a', 'b'])
 
-    def __str__(self): return str(self.table()) if self.differences else 'Nothing differs.'
+    def __str__(self): return str(self.table()) if self.differences else _SAME
     __repr__ = __str__
     def _repr_markdown_(self): return self.table().to_markdown() if self.differences else str(self)
 
@@ -99,4 +132,5 @@ def compare(
     "What differs between two trainers: parts, callbacks, settings, orders, and who writes what"
     for value in (a, b):
         if not hasattr(value, 'plan'): raise TypeError(_NO_TRAINER.format(value=value))
-    return Comparison(_parts(a) | _doings(a), _parts(b) | _doings(b))
+    layers = _of_models(a.model, b.model)
+    return Comparison(*(_parts(o) | of_model | _doings(o) for o,of_model in zip((a, b), layers)))

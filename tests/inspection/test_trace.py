@@ -3,6 +3,7 @@
 A trace may be taken at any time: afterwards everything is as it was, bit for bit, also when the batch fails.
 """
 
+import copy
 import io
 from collections import deque
 from contextlib import redirect_stdout
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import runs
 from isaac_loop import Trainer
@@ -141,7 +143,11 @@ def test_a_trace_in_the_middle_of_a_fit_changes_nothing_of_it():
 
 def test_only_what_differs_is_told():
     a, b = (images_trainer([BasicTrainCB(), ClipGradCB(o), MetricsCB()]) for o in (1.0, 0.5))
-    assert compare(a, a).differences == {} and str(compare(a, a)) == "Nothing differs."
+    same = compare(a, a)
+    assert same.differences == {} and str(same).startswith(
+        "Nothing of this differs: classes of trainer, model"
+    )
+    assert "Not compared are values of weights, data" in same._repr_markdown_()
     assert compare(a, b).differences == {"ClipGradCB": ("ClipGradCB(1.0)", "ClipGradCB(0.5)")}
     c = images_trainer([BasicTrainCB(), ClipGradCB(1.0), MetricsCB()], opt_func=optim.SGD)
     assert list(compare(a, c).differences) == ["opt_func"]
@@ -154,6 +160,53 @@ def test_a_further_callback_is_told_with_its_place_and_what_it_writes():
     assert found["AccumulationCB"] == (None, "AccumulationCB()")
     assert found["at before_step"] == (None, "AccumulationCB")
     assert "AccumulationCB.before_backward" in found["who writes loss"][1]
+
+
+class Gated(nn.Module):
+    def __init__(self, share, act=F.relu):
+        super().__init__()
+        self.share, self.act = share, act
+        self.inner = nn.Linear(4, 4)
+
+
+def of_layers(*layers):
+    return Trainer(DataLoaders([], []), F.mse_loss, optim.SGD, nn.Sequential(nn.Linear(4, 4), *layers), [])
+
+
+@pytest.mark.parametrize(
+    "one, other, told",
+    [
+        (nn.ReLU(), nn.GELU(), ("ReLU", "GELU(approximate='none')")),
+        (
+            nn.Dropout(0.3),
+            nn.Dropout(0.9),
+            ("Dropout(p=0.3, inplace=False)", "Dropout(p=0.9, inplace=False)"),
+        ),
+        (Gated(0.1), Gated(0.2), ("share=0.1", "share=0.2")),
+        (Gated(0.1), Gated(0.1, F.gelu), ("relu", "gelu")),
+    ],
+)
+def test_a_layer_that_works_otherwise_is_told(one, other, told):
+    [(name, texts)] = compare(of_layers(one), of_layers(other)).differences.items()
+    assert name == "model.1" and all(what in text for what, text in zip(told, texts))
+    assert compare(of_layers(one), of_layers(copy.deepcopy(one))).differences == {}
+
+
+def test_what_is_frozen_and_what_is_shuffled_is_told():
+    a, b = of_layers(nn.ReLU()), of_layers(nn.ReLU())
+    b.model[0].bias.requires_grad_(False)
+    assert compare(a, b).differences == {"model.0.bias": ("trained", "frozen")}
+    rows = TensorDataset(torch.zeros(8, 4), torch.zeros(8, 4))
+    a, b = of_layers(), of_layers()
+    a.dls.train, b.dls.train = DataLoader(rows, 4), DataLoader(rows, 4, shuffle=True)
+    text = "DataLoader, 2 batches of 4"
+    assert compare(a, b).differences == {"dls.train": (text, f"{text}, shuffled")}
+
+
+def test_of_models_that_have_little_in_common_the_first_layers_are_told():
+    a, b = of_layers(*[nn.ReLU() for _ in range(30)]), of_layers(*[nn.GELU() for _ in range(20)])
+    found = compare(a, b).differences
+    assert len(found) == 13 and found["further layers"] == ("18 differ", None)
 
 
 def test_an_order_that_is_another_is_told():
