@@ -648,7 +648,27 @@ class ClearingBatch(OwnBatch):
             self.opt.step()
 
 
+class ThrowsAway:
+    n = 0
+
+    def before_step(self, trainer):
+        self.n += 1
+        if self.n % 2:
+            trainer.opt.zero_grad()
+            raise CancelStepException()
+
+
+class ThrowsAwayByHand:
+    def before_step(self, trainer):
+        if trainer.batch_num % 4 != 3:
+            for p in trainer.model.parameters():
+                p.grad = None
+            raise CancelStepException()
+
+
 FAULTS = {
+    "ThrowsAway": "gradients_lost",
+    "ThrowsAwayByHand": "gradients_lost",
     "BestAlias": "kept_alias",
     "BestShallow": "kept_alias",
     "BestDict": "kept_alias",
@@ -964,6 +984,45 @@ class PartInTraining:
 
     def before_epoch(self, trainer):
         trainer.model.train(trainer.training)
+
+
+class ThrowsBadAway:
+    "Gradients that are no numbers, or too large"
+
+    def before_step(self, trainer):
+        norm = nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()])
+        if not torch.isfinite(norm) or norm > 1e6:
+            trainer.opt.zero_grad()
+            raise CancelStepException()
+
+
+class StepsItself:
+    "Uses the gradients, and leaves out the step of others"
+
+    def before_step(self, trainer):
+        if trainer.batch_num % 4 == 3:
+            trainer.opt.step()
+            trainer.opt.zero_grad()
+            raise CancelStepException()
+
+
+class ClearsAnother:
+    "Every second batch is for the head alone"
+
+    def before_fit(self, trainer):
+        trainer.opt_head = optim.SGD(trainer.model[1].parameters(), 0.01)
+
+    def before_step(self, trainer):
+        if trainer.batch_num % 2:
+            trainer.opt_head.step()
+            trainer.opt_head.zero_grad()
+            trainer.opt.zero_grad()
+            raise CancelStepException()
+
+
+@pytest.mark.parametrize("kind", [ThrowsBadAway, StepsItself, ClearsAnother])
+def test_gradients_that_are_used_or_bad_may_be_cleared(kind):
+    assert "gradients_lost" not in found_in(images_trainer([BasicTrainCB(), kind()]))
 
 
 RIGHT = [Kept, Swaps, Leaves, Gathers, Rates, Means, Effects, Patient, WeighedLoss, PartInTraining]

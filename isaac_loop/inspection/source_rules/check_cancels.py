@@ -123,6 +123,9 @@ def cancels_nothing(scene):
 _UNUSED = ('{who} leaves out the step of some batches ({line}), and {zero} clears their gradients all the '
            'same, so these batches teach nothing. Leave out `zero_grad` too, in `before_zero_grad`, as '
            '`AccumulationCB` does.')
+_CLEARED = ('{who} clears the gradients of some batches and leaves out their step ({line}), so these batches '
+            'teach nothing. Leave the gradients there, and leave out `zero_grad` too, in '
+            '`before_zero_grad`, as `AccumulationCB` does.')
 _AGAIN = ('{who} leaves out `zero_grad` in some batches ({line}), and no step is left out, so each step '
           'uses the gradients of earlier ones again. Leave out the step too, in `before_step`, as '
           '`AccumulationCB` does.')
@@ -147,10 +150,9 @@ def _clearer(scene):
 
 def mismatched_steps(scene):
     "Gradients that are cleared unused, or used again"
-    zero = _clearer(scene)
-    if zero is None: return []
-    steps,zeros = _step_cancels(scene, 'before_step'),_step_cancels(scene, 'before_zero_grad')
-    found = []
+    zero,steps = _clearer(scene),_step_cancels(scene, 'before_step')
+    if zero is None: return _thrown_away(scene, steps)
+    zeros,found = _step_cancels(scene, 'before_zero_grad'),[]
     for entry,raised in steps:
         if not raised.counts or _leaves_out(scene, 'before_zero_grad'): continue
         text = _UNUSED.format(who=said(entry), line=line_in(entry, raised.node), zero=said(zero))
@@ -160,6 +162,32 @@ def mismatched_steps(scene):
         text = _AGAIN.format(who=said(entry), line=line_in(entry, raised.node))
         found.append(Finding('gradients_kept', text, [entry.callback], spoils=True))
     return found + _unlike_pairs(steps, zeros)
+
+_ALL = {'zeroes opt', 'zeroes model', 'zeroes gradients'}
+
+def _thrown_away(scene, steps):
+    "Who clears gradients itself where it leaves out their step, in a loop with one optimizer"
+    if any(deed.startswith('steps ') and deed != 'steps opt' for o in scene.batch for deed in o.found.does):
+        return []
+    found = []
+    for entry,raised in steps:
+        clears = not _ALL.isdisjoint(entry.found.does) and 'step' not in entry.found.calls
+        if not raised.counts or raised.is_bad or not clears: continue
+        if not _clears_before(method_of(entry)[0], raised.node): continue
+        text = _CLEARED.format(who=said(entry), line=line_in(entry, raised.node))
+        found.append(Finding('gradients_lost', text, [entry.callback], spoils=True))
+    return found
+
+def _clears_before(tree, node):
+    "Whether lines just before `node`, under the same condition, clear gradients"
+    bodies = [part for o in ast.walk(tree) for part in (getattr(o, 'body', ()), getattr(o, 'orelse', ()))]
+    body = next(part for part in bodies if isinstance(part, list) and node in part)
+    return any(_is_clearing(item) for line in body[:body.index(node)] for item in ast.walk(line))
+
+def _is_clearing(node):
+    if isinstance(node, ast.Call): return getattr(node.func, 'attr', '') == 'zero_grad'
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    return any(getattr(o, 'attr', '') == 'grad' for o in targets) and getattr(node.value, 'value', 0) is None
 
 def _unlike_pairs(steps, zeros):
     "Callbacks that leave out the two in batches of other numbers"
