@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from .source.read_values import Found
+from ..basics.tensors import map_tensors
+from .kept_batches import copied
 from .watched_calls import changed_plan, watching
 from .seen_objects import GENERATORS, KEYS, drawn_by, measured_in, memory_of, version_of
 from ..loop import passes
@@ -186,9 +188,33 @@ def observing(
         finally: trainer.__class__ = cls
 
 # %% ../../nbs/inspection/12_observing.ipynb #e3fb127c
+class CopiedBatches:
+    "Batches that may be changed in place, as the data are not theirs"
+    def __init__(self, batches): self.batches = batches
+    def __len__(self): return len(self.batches)
+    def __iter__(self): return map(_copied, self.batches)
+    def __getattr__(self, name):
+        if name.startswith('__') or name == 'batches': raise AttributeError(name)
+        return getattr(self.batches, name)
+
+def _copied(batch):
+    try: return copied(batch)
+    except Exception: return map_tensors(torch.clone, batch) # Some of it cannot be copied
+
+def copy_batches(
+    trainer, # Begins a pass
+):
+    "Have the pass go over copies of its batches"
+    vars(trainer)['batches'] = CopiedBatches(trainer.batches) # Nobody is to expect other batches
+
+class OneCopiedBatch(NBatchCB):
+    def before_epoch(self, trainer):
+        super().before_epoch(trainer)
+        copy_batches(trainer)
+
 def one_batch_alone():
     "A callback that ends each pass after a batch, also where there is another of its kind"
-    one = NBatchCB(1)
+    one = OneCopiedBatch(1)
     one.name = 'one_batch_alone'
     return one
 

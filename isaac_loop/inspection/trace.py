@@ -19,7 +19,7 @@ from ..loop.handlers import has_own_batch
 from ..loop.events import CancelEpochException, CancelException, Order, callback_name
 from ..loop.handlers import TrainersOwn
 from ..loop.passes import n_batches
-from .observing import marks, marks_of, passes_of
+from .observing import copy_batches, marks, marks_of, passes_of
 from .watched_calls import Call, WayOut, changed_plan, several, watching
 from .copies import Copies, EQUAL
 from .described import described
@@ -190,6 +190,10 @@ class Chosen:
         "Let schedules have a length where nobody knows one"
         try: _ = trainer.total_updates
         except ValueError: trainer.updates_per_epoch = self.batch+1
+
+    def before_epoch(self, trainer):
+        "Leave the data as they are, whatever is done to a batch"
+        copy_batches(trainer)
 
     def is_shown(self, trainer):
         "Whether to watch what happens now; from the batch on, the pass is to end"

@@ -274,6 +274,34 @@ def test_a_later_batch_leaves_nothing_behind_either():
     unchanged(trainer, before, skip=[trainer._aside])
 
 
+@pytest.mark.parametrize("look", ["trace", "map"])
+def test_what_a_callback_does_to_a_batch_in_place_is_not_done_to_the_data(look):
+    class DoublesCB:
+        def before_predict(self, trainer):
+            trainer.batch[0].mul_(2)
+            trainer.batch[1][0] = 1
+
+    trainer = plain_trainer([BasicTrainCB(), DoublesCB()])
+    before = copy.deepcopy([trainer.dls.train, trainer.dls.valid])
+    if look == "trace":
+        steps = trainer.trace(batch=1, valid=True).steps
+        assert any("batch" in step.changes for step in steps if step.name == "DoublesCB")
+    else:
+        assert "batch" in str(trainer.map("DoublesCB", observe=True))
+    for was, now in zip(before, (trainer.dls.train, trainer.dls.valid)):
+        assert all(torch.equal(a, b) for pair in zip(was, now) for a, b in zip(*pair))
+
+
+def test_a_batch_that_cannot_be_copied_is_traced_all_the_same():
+    class Odd(tuple):
+        def __deepcopy__(self, memo):
+            raise TypeError("not this one")
+
+    batches = [Odd((torch.randn(4, 8), torch.randint(3, (4,)))) for _ in range(3)]
+    trainer = runs.make_trainer([BasicTrainCB()], DataLoaders(batches, batches))
+    assert [o.event for o in trainer.trace().steps if o.changes][:2] == ["predict", "get_loss"]
+
+
 def test_a_number_that_no_pass_comes_to_is_refused_or_told():
     trainer = plain_trainer([BasicTrainCB()])
     with pytest.raises(ValueError, match="training pass has 3 batches.*Use one up to 2"):
