@@ -144,6 +144,20 @@ _ALIASES |= dict.fromkeys(('inputs', 'targets'), 'batch') | dict.fromkeys(('grad
 _ALIASES |= {'optimizer': 'opt', 'learning_rate': 'lr', 'metrics': 'history'} # What people call it otherwise
 _MEANT = '`{}` stands for `{}`.'
 
+_NO_NAME = ("`attribute` is {what!r:.60}, and a map follows an attribute by its name, such as 'loss', or "
+            'shows a callback of the trainer. There are {names}.')
+
+def _as_name(trainer, what):
+    "The name of an attribute, or of a callback that is given itself, by its class or by its method"
+    if isinstance(what, str): return what
+    owner = getattr(what, '__self__', what)
+    for cb in trainer.callbacks:
+        if cb is owner or type(cb) is what:
+            return callback_name(cb) + (f'.{what.__name__}' if owner is not what else '')
+    names = [callback_name(cb) for cb in trainer.callbacks]
+    kind = LookupError if isinstance(what, type) and what.__name__ not in names else TypeError
+    raise kind(_NO_NAME.format(what=what, names=names))
+
 def _meant(trainer, entries, name):
     "The attribute that a name stands for, None for a callback, with the entries to show and what to say"
     known = {attribute for entry in entries for kind in KINDS for attribute in getattr(entry.found, kind)}
@@ -193,10 +207,11 @@ def _add_seen(
 # %% ../../nbs/inspection/13_loop_map.ipynb #1d534498
 @patch
 def map(self:Trainer,
-    attribute:str=None, # Follow this one alone, as in `trainer.map('loss')`; or show a callback, by its name
+    attribute:str=None, # Follow this one alone, as in `trainer.map('loss')`; or show a callback, or its name
     observe:bool=False, # Also watch one batch of each pass, which is put back, and add what is seen there
 )->LoopMap: # Text by `str`; in a notebook a picture and a table
     "What every callback reads, writes and changes of the trainer, event by event"
+    if attribute is not None: attribute = _as_name(self, attribute)
     entries = all_entries(self)
     seen = _add_seen(entries, observe_batch(self)) if observe else None
     attribute,shown,said = _meant(self, entries, attribute)
@@ -216,9 +231,9 @@ def _unclear(map, kinds):
 
 def _who(trainer, attribute, kinds):
     "Entries that touch an attribute in one of these ways, as a table"
-    map = trainer.map(attribute)
+    map = trainer.map(_as_name(trainer, attribute))
     name = map.attribute # Perhaps another word for it was given
-    if name is None: raise LookupError(_A_CALLBACK.format(name=attribute))
+    if name is None: raise LookupError(_A_CALLBACK.format(name=_as_name(trainer, attribute)))
     rows = _road([o for o in map.shown if set(kinds) & set(o.touches(name))], name)
     does,unclear = ' or '.join(kinds),_unclear(map, kinds)
     nobody = f'Nobody {does} `trainer.{name}` here. `trainer.map({name!r})` tells who touches it.'

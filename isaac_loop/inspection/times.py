@@ -265,6 +265,7 @@ def report(self:Timing, left_out=())->LoopTimes:
                      left_out=left_out)
 
 # %% ../../nbs/inspection/61_times.ipynb #cd590058
+_NO_TIMER = '`timer` is {!r:.60}, and a fit is timed by a `TimesCB`. Use `TimesCB(...)`, or leave it out.'
 _ONCE = ('`dls.{}` can be walked only once, so a run on the side would use it up. Add `TimesCB()` to the '
          'fit itself.')
 
@@ -282,6 +283,7 @@ def times(self:Trainer,
     "Time a fit on the side, and leave the trainer as it was"
     for name in ('train', 'valid'):
         if hasattr(getattr(self.dls, name, None), '__next__'): raise ValueError(_ONCE.format(name))
+    if not (timer is None or isinstance(timer, TimesCB)): raise TypeError(_NO_TIMER.format(timer))
     timer,present = copy.copy(timer or TimesCB()),list(self.callbacks)
     timer.name = '_times' # There may be another one
     with self.snapshot(keep=timer), self.side_run([timer, callbacks], below=below):

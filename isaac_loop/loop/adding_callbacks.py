@@ -144,6 +144,9 @@ def _remove(self:Trainer, gone, delete):
     if delete: self._named = {name: cb for name,cb in self._named.items() if not is_in(cb, gone)}
     _replan(self, gone)
 
+_ANOTHER = ('This `{0}` is not in the loop; there is another one of that name, `trainer.{0}`. Give that one, '
+            "or its name: '{0}'.")
+
 def _find(trainer, callback):
     "The callback that is meant by an object, a class or a name"
     for cb in trainer.callbacks:
@@ -152,6 +155,7 @@ def _find(trainer, callback):
     wanted = callback.__name__ if isinstance(callback, type) else callback
     if not isinstance(wanted, str): wanted = callback_name(callback)
     names = [callback_name(cb) for cb in trainer.callbacks]
+    if wanted in names: raise LookupError(_ANOTHER.format(wanted))
     hint = did_you_mean(wanted, names)
     raise LookupError(f'There is no callback `{wanted}` to remove; there are {names}.{hint}')
 

@@ -375,3 +375,10 @@ def test_what_is_said_is_said_of_the_batches_that_were_run():
     assert str(small_trainer(Late()).ablate("Late", 2)).startswith(
         "No difference in these 2 batches: in them"
     )
+
+
+def test_another_object_of_the_same_name_is_told_from_the_one_that_is_there():
+    trainer = small_trainer(ClipGradCB(0.1))
+    for leave_out in (trainer.ablate, trainer.remove_callbacks):
+        with pytest.raises(LookupError, match="This `ClipGradCB` is not in the loop.*`trainer.ClipGradCB`"):
+            leave_out(ClipGradCB(0.1))

@@ -831,3 +831,37 @@ def test_a_doubt_about_what_is_read_leaves_sure_who_writes():
     trainer = images_trainer([BasicTrainCB(), ReadsAnyCB()])
     assert "`ReadsAnyCB.after_batch` reads an attribute" in str(trainer.who_reads("loss"))
     assert "ReadsAnyCB" not in str(trainer.who_writes("loss"))
+
+
+def test_a_callback_can_be_asked_for_itself_by_its_class_or_by_its_method():
+    trainer = images_trainer([BasicTrainCB(), ClipGradCB(0.1)])
+    named = str(trainer.map("ClipGradCB"))
+    assert str(trainer.map(trainer.ClipGradCB)) == named == str(trainer.map(ClipGradCB))
+    assert str(trainer.map(trainer.ClipGradCB.before_step)) == str(trainer.map("ClipGradCB.before_step"))
+    for what in (trainer.ClipGradCB, ClipGradCB):
+        with pytest.raises(LookupError, match="`ClipGradCB` is a callback and no attribute"):
+            trainer.who_writes(what)
+    with pytest.raises(LookupError, match="such as 'loss'.*There are .'BasicTrainCB', 'ClipGradCB'"):
+        trainer.map(MetricsCB)
+
+
+@pytest.mark.parametrize("what", [3, 2.5, ["loss"], b"loss", ClipGradCB(0.2), nn.Linear(2, 2)])
+def test_what_is_no_name_is_refused_in_words(what):
+    trainer = images_trainer([BasicTrainCB(), ClipGradCB(0.1)])
+    for ask in (trainer.map, trainer.who_writes, trainer.who_reads):
+        with pytest.raises(TypeError, match="`attribute` is .*follows an attribute by its name"):
+            ask(what)
+    with pytest.raises(TypeError, match="`attribute` is None"):
+        trainer.who_writes(None)
+
+
+def test_a_doubt_says_what_the_trainer_is_handed_to():
+    class TwoCB:
+        def __init__(self):
+            self.all = [len, repr]
+
+        def after_step(self, trainer):
+            self.all[1](trainer)
+
+    with pytest.raises(LookupError, match="hands the trainer to `self.all.1.`"):
+        images_trainer([BasicTrainCB(), TwoCB()]).map("note")

@@ -1157,3 +1157,10 @@ def test_what_gives_no_times_is_refused_before_the_first_batch(options, words):
         trainer.fit(1, callbacks=TimesCB(**options))
     left_clean(trainer)
     assert trainer.n_updates == 0
+
+
+@pytest.mark.parametrize("timer", [3, "fast", TimesCB, BasicTrainCB()])
+def test_a_timer_that_is_none_is_refused_in_words(timer):
+    trainer = make_trainer([BasicTrainCB()])
+    with pytest.raises(TypeError, match="`timer` is .*a fit is timed by a `TimesCB`"):
+        trainer.times(timer=timer)
