@@ -7,6 +7,9 @@ __all__ = []
 
 # %% ../../nbs/interop/20_foreign_callback.ipynb #ddf0d136
 import inspect, math
+from collections import defaultdict
+from functools import partial
+from types import MethodType
 
 import torch
 from fastcore.basics import patch
@@ -15,10 +18,8 @@ from ..basics.settings import show_settings
 from .needed_attributes import check_uses, uses, warn_of_unknown
 from .foreign_trainer import Facade
 from ..log.run_config import accumulation_of
-from ..loop.events import Order
+from ..loop.events import Order, callback_name
 from ..loop.passes import n_batches
-from ..state.errors import UnsaveableState
-from ..state.plain_state import plain
 
 # %% ../../nbs/interop/20_foreign_callback.ipynb #0f61dbc5
 def method_of(
@@ -36,15 +37,6 @@ def title_of(
     "What to call a foreign callback"
     return foreign.__name__ if inspect.isroutine(foreign) else type(foreign).__name__
 
-# %% ../../nbs/interop/20_foreign_callback.ipynb #d8dd442f
-def _plain_attributes(foreign):
-    "The attributes of an object that can be saved"
-    found = {}
-    for name,value in getattr(foreign, '__dict__', {}).items():
-        try: found[name] = plain(value, name, True)
-        except UnsaveableState: pass # A model, a train loop
-    return found
-
 # %% ../../nbs/interop/20_foreign_callback.ipynb #525a28ab
 class ForeignCB:
     "A callback of another library; a subclass maps our events to its methods"
@@ -58,7 +50,7 @@ class ForeignCB:
         order:float, # Its place among our callbacks
     ):
         self.foreign,self.name,self.order = foreign,name,order
-        self.facade,self._made = None,_plain_attributes(foreign)
+        self.facade = None
         self._uses = uses(foreign, self.variables, self.attributes)
         check_uses(self._uses, self.facade_class, title_of(foreign))
 
@@ -109,7 +101,6 @@ def foreign_of(trainer):
     "Adapters of every protocol"
     return [o for o in trainer.callbacks if isinstance(o, ForeignCB)]
 
-
 # %% ../../nbs/interop/20_foreign_callback.ipynb #893f4764
 @patch
 def _length(self:ForeignCB, n, dl):
@@ -158,8 +149,8 @@ def _number(value): return value.item() if torch.is_tensor(value) and value.nume
 @patch
 def state_dict(self:ForeignCB)->dict: # Plain data
     "What the foreign callback has come to, and the histories it reads"
-    own,facade = method_of(self.foreign, 'state_dict'),self.facade
-    found = self._changed() if own is None else own()
+    facade = self.facade
+    found = self.foreign.state_dict() if self._tells() else None # Its attributes are looked at by others
     shared = facade._state() if facade is not None and facade._adapters[:1] == (self,) else None
     return dict(foreign=found, own=self._state(), shared=shared)
 
@@ -168,22 +159,46 @@ def load_state_dict(self:ForeignCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on from a saved state; for a fit that is running"
-    load = method_of(self.foreign, 'load_state_dict')
-    if load is not None: load(state['foreign'])
-    else: vars(self.foreign).update(plain(self._made, 'the callback', True) | state['foreign'])
+    theirs = state['foreign']
+    if theirs is not None and self._tells(): self.foreign.load_state_dict(theirs)
+    elif theirs is not None: _put_attributes(self.foreign, theirs)
     self._load(state['own'])
     if state['shared'] is not None: self.facade._load(state['shared'])
 
 @patch
-def _changed(self:ForeignCB):
-    "The attributes that are not as they were when the callback was adapted"
-    now,made = _plain_attributes(self.foreign),self._made
-    return {name: o for name,o in now.items() if name not in made or _differs(o, made[name])}
+def _tells(self:ForeignCB):
+    "Whether the foreign callback has a state and takes it back"
+    return all(method_of(self.foreign, name) is not None for name in ('state_dict', 'load_state_dict'))
 
-def _differs(a, b):
-    "Whether two plain values are not surely the same"
-    try: return type(a) is not type(b) or bool(a != b)
-    except (RuntimeError, ValueError): return True # Tensors
+def _put_attributes(foreign, state):
+    "Set what an earlier version of this library has saved"
+    for name,value in state.items():
+        now = vars(foreign).get(name)
+        vars(foreign)[name] = defaultdict(now.default_factory, value) if type(now) is defaultdict else value
+
+@patch
+def _state_holders(self:ForeignCB):
+    "The objects whose attributes a saved run has to remember, by name"
+    return {} if self._tells() else _holders_in(self.foreign, callback_name(self))
+
+def _holders_in(f, name):
+    "Whatever lies behind a callable"
+    if isinstance(f, partial): return _holders_in(f.func, name) | {f'{name}.partial': _Given(f)}
+    return {name: f.__self__ if isinstance(f, MethodType) else f}
+
+class _Given:
+    "What a `partial` hands to its function, as attributes that can be set"
+    stateless = '_partial'
+    def __init__(self, f): vars(self).update(_numbered(f.args), **f.keywords, _partial=f)
+
+    def __setattr__(self, name, value):
+        f = self._partial
+        vars(self)[name] = value
+        given = {k: o for k,o in vars(self).items() if k != '_partial'}
+        args = tuple(given.pop(k) for k in _numbered(f.args))
+        f.__setstate__((f.func, args, given, vars(f)))
+
+def _numbered(args): return {f'arg_{i}': o for i,o in enumerate(args)}
 
 @patch
 def _state(self:ForeignCB): return {}

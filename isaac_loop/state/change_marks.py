@@ -38,6 +38,7 @@ class Mark:
     __slots__ = 'who','value','parts'
     def __init__(self, who=None, value=None, parts=None): self.who,self.value,self.parts = who,value,parts
     def part(self, name): return (self.parts or {}).get(name)
+    def names(self): return (self.parts or {}).keys()
     def __eq__(self, other):
         parts = lambda mark: (mark.who, mark.value, mark.parts)
         return isinstance(other, Mark) and parts(self) == parts(other)
@@ -53,8 +54,8 @@ def part_of(
 _OUTSIDE = set('''matplotlib IPython ipykernel ipywidgets tqdm fastprogress rich PIL logging threading _thread
     multiprocessing concurrent asyncio weakref socket sqlite3 subprocess wandb mlflow tensorboard tensorboardX
     trackio datasets'''.split())
-_OF_TORCH = ('torch.utils.hooks', 'torch.utils.data', 'torch.utils.tensorboard', 'torch.cuda',
-             'torch.profiler', 'torch.autograd', 'torch.distributed')
+_PARTS = ('torch.utils.hooks', 'torch.utils.data', 'torch.utils.tensorboard', 'torch.cuda', 'torch.profiler',
+          'torch.autograd', 'torch.distributed', 'isaac_loop.interop') # The last stand for the trainer itself
 _MADE_ANEW = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, io.IOBase, BaseException,
               weakref.ref)
 _OF_OTHERS = sys.stdlib_module_names | {'isaac_loop', 'torch', 'torchvision', 'numpy', 'pandas', 'pyarrow'}
@@ -76,7 +77,7 @@ def _kind_is_outside(kind):
     modules = [str(c.__module__) for c in kind.__mro__]
     is_own = not (is_installed(modules[0]) or issubclass(kind, DataLoader))
     if is_own: modules = [o for o in modules if not o.startswith('torch.utils.data')]
-    if any(o.partition('.')[0] in _OUTSIDE or o.startswith(_OF_TORCH) for o in modules): return True
+    if any(o.partition('.')[0] in _OUTSIDE or o.startswith(_PARTS) for o in modules): return True
     return not is_own and (issubclass(kind, Dataset) or hasattr(kind, '__exit__'))
 
 def is_iterator(x): return hasattr(type(x), '__next__')

@@ -41,7 +41,12 @@ def _is_hashable(x):
 
 def tells_state(x):
     "Whether an object has a state and takes it back"
-    return all(callable(getattr(x, name, None)) for name in ('state_dict', 'load_state_dict'))
+    return all(callable(_got(x, name)) for name in ('state_dict', 'load_state_dict'))
+
+def _got(x, name, default=None):
+    "An attribute; some classes answer a name that they do not know with an error of their own"
+    try: return getattr(x, name, default)
+    except Exception: return default
 
 def _told(x):
     try: return x.state_dict()
@@ -227,7 +232,7 @@ class Putter:
             if isinstance(here, nn.Module):
                 module,_,last = name.rpartition('.')
                 owner = here.get_submodule(module)
-            now = getattr(owner, last, _NOTHING)
+            now = _got(owner, last, _NOTHING)
             new = self.put(now, saved, f'{path}.{name}')
             if _fits(now, new): now.data.copy_(new) # Others hold it, too
             elif new is not _NOTHING and new is not now: _set(owner, last, new)
@@ -253,4 +258,3 @@ def _set_shown(owner, name, value):
         except AttributeError: vars(owner)[name] = value
 
 def _fits(now, new): return isinstance(now, nn.Parameter) and torch.is_tensor(new) and now.shape == new.shape
-

@@ -20,10 +20,10 @@ from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .array_views import part_views
-from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, tells_state
+from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain
 from .errors import UnsaveableState
-from .change_marks import SIMPLE, Code, Mark, Marker, Same, part_of
-from .owners import World, add_generators_of, is_layer, is_part, looked_at
+from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
+from .owners import World, add_generators_of, holders, is_layer, is_part
 from .owners import may_be_state, of_other, others_of, unasked
 from .plain_state import from_plain, plain
 
@@ -70,10 +70,10 @@ class OwnState:
         "Attributes that may be state, by name; those of the trainer have no name"
         found,everybody = {},trainer.callbacks
         for cb in everybody if callbacks is None else callbacks:
-            owner,without = looked_at(cb),unasked(cb)
-            another = owner is not cb and any(owner is o for o in everybody)
-            if without is True or tells_state(cb) or owner is trainer or another: continue
-            found[callback_name(cb)] = owner,may_be_state(owner, without)
+            for name,(owner,without) in holders(cb).items():
+                another = owner is not cb and any(owner is o for o in everybody)
+                if without is True or owner is trainer or another: continue
+                found[name] = owner,may_be_state(owner, without)
         if callbacks is not None:
             held = {}
             for cb in callbacks: add_generators_of(held, cb)
@@ -106,7 +106,7 @@ class OwnState:
         "Names of attributes of `own` that have been set or changed, in their order"
         marks = self.ready if is_part(name) and name in self.ready else self.begin # Moved to a device
         was,ever = marks.get(name),self.ever.get(name, set())
-        if isinstance(was, _Simple) and not ever and was.own == own: return []
+        if isinstance(was, _Simple) and not ever and was.is_still(own): return []
         return [k for k,o in own.items() if k in ever or was is None or was.part(k) != marker.mark(o)]
 
     def close(self, trainer):
@@ -122,6 +122,10 @@ class _Simple:
     "The marks of simple values, made when they are asked for: a model may have hundreds of layers"
     def __init__(self, own): self.own = own
     def part(self, k): return Marker(()).mark(self.own[k]) if k in self.own else None
+    def names(self): return self.own.keys()
+    def is_still(self, own):
+        try: return self.own == own
+        except Exception: return False # An object has come that cannot be compared
 
 def _marked(marker, own):
     "The marks of some attributes"
@@ -177,6 +181,8 @@ def take(self:OwnState,
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
         if state or settings: found[name] = dict(state=state, settings=settings)
         if made: found[name]['made'] = made
+        deleted = self._deleted(trainer, name, own)
+        if deleted: found.setdefault(name, dict(state={}, settings={}))['deleted'] = deleted
         lost = [k for k in lost+refused if not self._is_output(name, k, own[k])]
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
     if of is not None: return found
@@ -189,6 +195,13 @@ def take(self:OwnState,
 def _is_as_made(self:OwnState, marker, name, k, x):
     "Whether a simple value is still what `before_fit` made"
     return type(x) in SIMPLE and part_of(self.ready.get(name), k) == marker.mark(x)
+
+@patch
+def _deleted(self:OwnState, trainer, name, own):
+    "Names of attributes that a callback had, and has no more"
+    had = [k for marks in (self.begin, self.ready) if name in marks for k in marks[name].names()]
+    gone = list(dict.fromkeys(k for k in had if k not in own))
+    return gone if gone and any(name in holders(cb) for cb in trainer.callbacks) else []
 
 @patch
 def _is_output(self:OwnState, name, k, x):
@@ -260,6 +273,7 @@ def put(self:OwnState,
         made = saved[name].get('made', ()) if others else () # From other settings
         state = {k: o for k,o in saved[name]['state'].items() if k not in made}
         putter.members(owner, from_plain(back | state), name or 'trainer')
+        for k in attributes_of(owner).keys() & saved[name].get('deleted', ()): delattr(owner, k)
     self.back = self._marks_now(trainer)
     gone = [f'`{name}`' for name in saved if name not in owners and saved[name]['state']]
     if tell: _tell(dict(lost=[f'`{path}`' for path in putter.lost], gone=gone, differ=differ))

@@ -39,6 +39,13 @@ def looked_at(callback):
     "Whose attributes the state of `callback` is: of the object, for one of its methods"
     return callback.__self__ if isinstance(callback, MethodType) else callback
 
+def holders(callback):
+    "By name: an object whose attributes are state of `callback`, and what to leave out; none if it tells it"
+    of_another = getattr(type(callback), '_state_holders', None) # Of an adapter: a foreign callback
+    if of_another is not None: return {name: (o, unasked(o)) for name,o in of_another(callback).items()}
+    if tells_state(callback): return {}
+    return {callback_name(callback): (looked_at(callback), unasked(callback))}
+
 def _of_class(owner):
     "Lists, dicts and sets in the class of a user: whoever adds to one keeps something there"
     return {k: getattr(type(owner), k) for k in _names_of_class(type(owner)) if hasattr(type(owner), k)}
@@ -210,8 +217,10 @@ def _add_modules(found, name, root):
     found.update({f'{name}.{path}'.rstrip('.'): m for path,m in root.named_modules() if id(m) not in known})
 
 def add_generators_of(found, cb, read=None):
-    if unasked(cb) is True or tells_state(cb): return
-    _add_generators(found, callback_name(cb), held_generators(owners_in(cb), read), looked_at(cb))
+    for name,(owner,without) in holders(cb).items():
+        if without is True: continue
+        held = owners_in(cb if owner is looked_at(cb) else owner)
+        _add_generators(found, name, held_generators(held, read), owner)
 
 def _add_generators(found, name, generators, owner=None):
     "Add those that are no attribute of `owner`, or of what is in `found`"

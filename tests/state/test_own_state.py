@@ -743,6 +743,23 @@ def test_a_list_of_the_class_is_state_too(tmp_path):
     assert len(trainer.SharedCB.seen) == 21 and not told
 
 
+class OnceCB:
+    "Has an attribute until the first batch"
+
+    def __init__(self):
+        self.first, self.n = True, 0
+
+    def after_batch(self, trainer):
+        if hasattr(self, "first"):
+            del self.first
+            self.n += 1
+
+
+def test_what_a_callback_has_deleted_does_not_come_back(tmp_path):
+    trainer, told = saved_and_again(tmp_path, OnceCB(), OnceCB())
+    assert trainer.OnceCB.n == 1 and not hasattr(trainer.OnceCB, "first") and not told
+
+
 Pair = namedtuple("Pair", "a b")
 Nameless = namedtuple("OfAnotherName", "a")  # Nobody finds it again
 GATHERED = {
