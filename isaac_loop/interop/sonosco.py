@@ -15,7 +15,9 @@ from torch.nn.utils import get_total_norm
 import isaac_loop.evaluate.evaluation  # noqa: F401  More methods of the trainer
 from ..metrics.metrics import metrics_cbs
 from .foreign_callback import ForeignCB, method_of, title_of
-from .foreign_trainer import Facade, LateValues, loss_of, mean_of, missing
+from .foreign_trainer import Facade, LateValues, forwarded, loss_of, mean_of, missing
+from .foreign_trainer import replaceable
+from ..loop.handlers import has_own_batch
 
 # %% ../../nbs/interop/60_sonosco.ipynb #a60b6319
 class _Measures(LateValues):
@@ -40,16 +42,20 @@ def _val_name(name): return f'val_{name.removeprefix("valid_")}'
 # %% ../../nbs/interop/60_sonosco.ipynb #4e07a30c
 class _Context(Facade):
     "The context of a Sonosco callback"
-    def __init__(self, trainer): super().__init__(trainer, _stop=False)
+    def __init__(self, trainer):
+        super().__init__(trainer, _stop_training=False, test_step=50, performance_measures={})
 
+    optimizer = forwarded('opt')
+    train_data_loader,val_data_loader,test_data_loader = map(replaceable, ('train', 'valid', 'test'))
     @property
-    def optimizer(self): return self._trainer.opt
+    def metrics(self): return [m for o in recorders_of(self._trainer) for m in o.metrics.values()]
 
     def stop_training(self):
         "Stop when this epoch is done"
-        self._stop = True
+        self._stop_training = True
 
-    def _state(self): return dict(_stop=self._stop)
+    def _state(self): return dict(_stop=self._stop_training)
+    def _load(self, state): self._stop_training = state['_stop']
 
 # %% ../../nbs/interop/60_sonosco.ipynb #4d63956a
 _NOT_THESE = ('`{f}` cannot be called as `cb(epoch, step, measures, trainer)`, which is how a plain '
@@ -76,6 +82,7 @@ class SonoscoCB(ForeignCB):
         super().__init__(foreign, name, order)
         self.test_step,self.extra = test_step,_extra_argument(foreign)
         self._columns,self._measures = {},None
+        self._due,self._stepped = False,False # Is the call for this batch to come? Has there been an update?
 
     @classmethod
     def recognises(cls, foreign, names): return callable(foreign) and not names
@@ -83,11 +90,21 @@ class SonoscoCB(ForeignCB):
     def before_fit(self, trainer):
         "Forget the last run"
         self._join(trainer)
-        if self._is_first(trainer): self.facade._stop = False
+        if self._is_first(trainer): self.facade._stop_training = False
+        self._shorten(trainer)
 
     def before_epoch(self, trainer):
         "Forget the last pass"
         self._columns,self._measures = {},None
+        self._walk_other(trainer)
+
+    def before_batch(self, trainer):
+        "A call is due"
+        self._due,self._stepped = trainer.training,False
+
+    def after_step(self, trainer):
+        "The weights have changed"
+        self._stepped = True
 
     def before_step(self, trainer):
         "Measure the gradients"
@@ -96,14 +113,26 @@ class SonoscoCB(ForeignCB):
 
 # %% ../../nbs/interop/60_sonosco.ipynb #4b09b4fb
 @patch
+def before_zero_grad(self:SonoscoCB, trainer):
+    "Call it after the update, while the gradients are there"
+    if self._stepped and not has_own_batch(trainer): self._call(trainer)
+
+@patch
 def after_batch(self:SonoscoCB, trainer):
-    "Call it with epoch, batch, measures and trainer"
-    if not trainer.training: return
+    "Call it, if that has not been done"
+    self._call(trainer)
+
+@patch
+def _call(self:SonoscoCB, trainer):
+    "Call it with epoch, batch, measures and trainer, once in a batch"
+    if not self._due: return
+    self._due = False
     self._columns.setdefault('loss', []).append(loss_of(trainer))
     n = trainer.batch_num+1
     last = n == trainer.n_batches
     if self._measures is None or last or n % self.test_step == 0: self._refresh(trainer, last)
     self.facade._caller = self.name
+    vars(self.facade).update(test_step=self.test_step, performance_measures=self._measures)
     with torch.no_grad():
         self.foreign(trainer.epoch+1, trainer.batch_num, self._measures, self.facade, *self.extra)
 
@@ -124,7 +153,7 @@ def _metrics_of(trainer):
 @patch
 def log(self:SonoscoCB, trainer):
     "Stop, if the callable has asked for it"
-    if self.facade._stop: trainer.request_stop(f'`{self.name}` asked to stop')
+    if self.facade._stop_training: trainer.request_stop(f'`{self.name}` asked to stop')
 
 @patch
 def cleanup_fit(self:SonoscoCB, trainer):

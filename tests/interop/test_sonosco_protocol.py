@@ -9,8 +9,10 @@ from torcheval.metrics import MulticlassAccuracy
 from waiting import InsideCB, RefuseToWait
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.stop.limits import LimitCB
+from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.training import BasicTrainCB
-from isaac_loop.loop.events import Order
+from isaac_loop.loop.events import CancelBatchException, Order
+from isaac_loop.loop.spans import with_cbs
 from isaac_loop.inspection.loop_tables import summarize_callbacks  # noqa: F401  A method of the trainer
 from isaac_loop.interop.adapters import adapt
 from isaac_loop.loop.trainer import Trainer
@@ -19,7 +21,7 @@ from foreign import loaders, make_model, ours, Plain, same_weights, silent
 
 @pytest.mark.shows("SON-01", "SON-02", "SON-03", "SON-05", "SON-08", "SON-32")
 def test_a_plain_callback_is_called_after_every_update_without_gradients_and_closed():
-    "Epochs from 1, steps from 0; not in validation passes"
+    "Epochs from 1, steps from 0; not in validation passes; what it computes has none, weights have theirs"
     plain, weights = Plain(), []
 
     class WeightsCB:
@@ -33,9 +35,125 @@ def test_a_plain_callback_is_called_after_every_update_without_gradients_and_clo
     assert (
         not any(o[2] for o in plain.calls)
         and [o[3] for o in plain.calls] == weights
-        and all(o[4] for o in plain.calls)
+        and not any(o[4] for o in plain.calls)
     )
     assert plain.closed == 1 and mine.Plain.foreign is plain and same_weights(mine.model, ours().model)
+
+
+class LayerwiseGradientNorm:
+    "Theirs: the norm of each layer in each batch, and a mean at the end of the epoch"
+
+    def __init__(self):
+        self.batches, self.means = {}, {}
+
+    def __call__(self, epoch, step, performance_measures, context):
+        for name, param in context.model.named_parameters():
+            if param.grad is not None:
+                self.batches.setdefault(name, []).append(param.grad.norm().item())
+        if step == len(context.train_data_loader) - 1:
+            for name, norms in self.batches.items():
+                self.means.setdefault(name, []).append(sum(norms) / len(norms))
+            self.batches = {}
+
+
+@pytest.mark.parametrize("test_step", [1, 50])
+def test_gradients_of_the_batch_are_there_also_beside_a_validation(test_step):
+    norms, seen = LayerwiseGradientNorm(), []
+
+    class WatchCB:
+        on_valid = False
+
+        def before_step(self, trainer):
+            seen.append({name: p.grad.norm().item() for name, p in trainer.model.named_parameters()})
+
+    reads = Plain(lambda epoch, step, measures, trainer: dict(measures))
+    mine = ours(adapt(reads, test_step=test_step), adapt(norms), WatchCB(), n_epochs=2)
+    for name, means in norms.means.items():
+        assert means == [sum(o[name] for o in seen[i : i + 5]) / 5 for i in (0, 5)]
+    assert len(norms.means) == 6 and same_weights(mine.model, ours(n_epochs=2).model)
+
+
+def test_with_several_batches_to_an_update_each_is_told_once_and_has_what_is_gathered():
+    "5 batches, of which the last closes a window of its own"
+    seen, updates = [], []
+
+    def look(epoch, step, measures, trainer):
+        grad = next(trainer.model.parameters()).grad
+        seen.append((step, trainer.n_updates, grad is not None))
+
+    class UpdatesCB:
+        on_valid = False
+
+        def after_batch(self, trainer):
+            updates.append((trainer.batch_num, trainer.n_updates, True))
+
+    ours(adapt(look), UpdatesCB(), AccumulationCB(2), n_epochs=1)
+    assert seen == updates and [o[1] for o in seen] == [0, 1, 1, 2, 3]
+
+
+def test_a_trainer_with_several_updates_in_a_batch_calls_once_at_its_end():
+    class Twice(Trainer):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            self.run_callbacks("predict", "get_loss")
+            if self.training:
+                self.run_callbacks("backward", "step", "zero_grad")
+                self.run_callbacks("predict", "get_loss", "backward", "step", "zero_grad")
+
+    seen = []
+    look = adapt(lambda epoch, step, measures, trainer: seen.append((step, trainer.n_updates)), name="look")
+    Twice(loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), look]).fit(1)
+    assert seen == [(step, 2 * step + 2) for step in range(5)]
+
+
+class EarlyStopping:
+    "Theirs: it looks at the last batch of an epoch, and sets what the trainer looks at"
+
+    def __init__(self, patience):
+        self.patience, self.best, self.n_bad = patience, float("inf"), 0
+
+    def __call__(self, epoch, step, performance_measures, context):
+        if step != len(context.train_data_loader) - 1 or "val_loss" not in performance_measures:
+            return
+        loss = performance_measures["val_loss"]
+        self.n_bad = 0 if loss < self.best - 0.05 else self.n_bad + 1
+        self.best = min(loss, self.best)
+        if self.n_bad >= self.patience:
+            context._stop_training = True
+
+
+def test_callbacks_that_ask_for_the_loaders_of_their_context_work():
+    stops = EarlyStopping(2)
+    mine = ours(adapt(stops), MetricsCB(accuracy=MulticlassAccuracy()), n_epochs=20)
+    assert mine.n_updates % 5 == 0 and 10 < mine.n_updates < 100 and "asked to stop" in mine.stop_reason
+    assert stops.best == pytest.approx(min(mine.history["valid_loss"]))
+
+
+def test_a_context_has_the_names_of_theirs():
+    seen = []
+
+    def look(epoch, step, measures, context):
+        names = "train_data_loader", "val_data_loader", "test_data_loader", "metrics", "test_step"
+        seen.append([getattr(context, name) for name in names])
+        assert context.performance_measures is measures
+        assert context.loss is mine.loss and context.loss_func is mine.loss_func
+
+    dls, accuracy = loaders(), MulticlassAccuracy()
+    cbs = [BasicTrainCB(), MetricsCB(accuracy=accuracy), adapt(look, test_step=7), adapt(Plain())]
+    mine = Trainer(dls, F.cross_entropy, optim.SGD, make_model(), cbs)
+    silent(mine.fit, 1)
+    assert seen == [[dls.train, dls.valid, None, [accuracy], 7]] * 5
+
+
+def test_another_loader_in_the_place_of_ours_is_walked():
+    steps = []
+
+    def shorten(epoch, step, measures, context):
+        steps.append((epoch, step))
+        context.train_data_loader = list(context.train_data_loader)[:2]
+
+    ours(adapt(shorten), n_epochs=2)
+    assert steps == [(1, 0), (1, 1), (1, 2), (1, 3), (1, 4), (2, 0), (2, 1)]
 
 
 @pytest.mark.shows("SON-02")
