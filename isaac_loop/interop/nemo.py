@@ -14,11 +14,13 @@ from fastcore.basics import patch
 from ..train.optimizer_options import rates_of
 from .foreign_callback import ForeignCB, method_of, told
 from .foreign_trainer import Facade, LateValues, missing
+from ..loop.handlers import has_own_batch
 
 # %% ../../nbs/interop/40_nemo.ipynb #f2e1ef95
 class _State(Facade):
     "What NeMo's callbacks know as `state` or `action`"
     _in_step = False # Whether an update is being reported
+    _loss = None # That of the batch, while others weigh or scale what the trainer has
     @property
     def local_rank(self): return self._ranks.local_rank
     @property
@@ -43,7 +45,8 @@ def tensors(self:_State):
     trainer = self._trainer
     if isinstance(trainer.batch, Mapping): batch = dict(trainer.batch)
     else: batch = _numbered(*trainer.split(trainer.batch))
-    return batch | {o: getattr(trainer, o) for o in ('preds', 'loss') if hasattr(trainer, o)}
+    found = batch | {o: getattr(trainer, o) for o in ('preds', 'loss') if hasattr(trainer, o)}
+    return found if self._loss is None else found | dict(loss=self._loss)
 
 _State.registered_tensors = _State.tensors
 
@@ -72,18 +75,18 @@ class NeMoCB(ForeignCB):
     certain = ('on_action_start', 'on_action_end', 'on_iteration_start', 'on_iteration_end', 'on_step_start',
                'on_step_end', 'on_batch_start', 'on_epoch_start')
     further = ('on_train_start', 'on_train_end', 'on_epoch_end', 'on_batch_end')
-    _fresh = True # Does the next batch begin an update?
+    _loss = None # Of the batch
+    _fresh,_open = True,False # Does the next batch begin an update? Has a batch begun that has not ended?
     _own_rate = False # Does their callback keep a rate of its own?
 
     before_epoch = told('Their epoch starts', 'on_epoch_start')
-    after_batch = told('Their batch ends', 'on_batch_end')
     after_epoch = told('Their epoch ends', 'on_epoch_end')
 
     def before_fit(self, trainer):
         "Their action starts"
         self._join(trainer)
         self.facade._in_step = False
-        self._fresh = True
+        self._fresh,self._open,self._loss = True,False,None
         self._own_rate = self._own_rate or hasattr(self.foreign, 'learning_rate')
         self._give(action=self.facade, _registered_tensors=_Tensors(self.facade))
         self._send('on_action_start', 'on_train_start')
@@ -115,8 +118,30 @@ def before_batch(self:NeMoCB, trainer):
     "Their batch starts, and perhaps their iteration"
     if not trainer.training: return
     if self._fresh: self._send('on_iteration_start', 'on_step_start')
-    self._fresh = False
+    self._fresh,self._open,self._loss = False,True,None
     self._send('on_batch_start')
+
+@patch
+def after_get_loss(self:NeMoCB, trainer):
+    "Remember the loss, which others may weigh or scale in the backward pass"
+    if trainer.training: self._loss = trainer.loss
+
+@patch
+def after_backward(self:NeMoCB, trainer):
+    "Their batch ends: the gradients are there"
+    if not has_own_batch(trainer): self._end_batch(self._loss)
+
+@patch
+def after_batch(self:NeMoCB, trainer):
+    "Their batch ends, if that has not been told"
+    self._end_batch()
+
+@patch
+def _end_batch(self:NeMoCB, loss=None):
+    if self._open:
+        self.facade._loss = loss
+        self._send('on_batch_end')
+    self.facade._loss,self._open,self._loss = None,False,None # Nobody holds its graph
 
 @patch
 def after_step(self:NeMoCB, trainer):

@@ -323,7 +323,7 @@ def test_few_events_and_functions_are_enough_for_nemo():
             self.seen.append(state.step)
 
     ours(adapt(Few()), n_epochs=1)
-    assert Few.seen == ["start", 1, 2, 3, 4, 5]
+    assert Few.seen == ["start", 0, 1, 2, 3, 4]
     steps, ends = [], []
 
     def on_step_end(state):
