@@ -77,7 +77,7 @@ class NeMoCB(ForeignCB):
     further = ('on_train_start', 'on_train_end', 'on_epoch_end', 'on_batch_end')
     _loss = None # Of the batch
     _fresh,_open = True,False # Does the next batch begin an update? Has a batch begun that has not ended?
-    _own_rate = False # Does their callback keep a rate of its own?
+    _own_rate = None # Does their callback keep a rate of its own? Not known before it is given one
 
     before_epoch = told('Their epoch starts', 'on_epoch_start')
     after_epoch = told('Their epoch ends', 'on_epoch_end')
@@ -87,7 +87,7 @@ class NeMoCB(ForeignCB):
         self._join(trainer)
         self.facade._in_step = False
         self._fresh,self._open,self._loss = True,False,None
-        self._own_rate = self._own_rate or hasattr(self.foreign, 'learning_rate')
+        if self._own_rate is None: self._own_rate = hasattr(self.foreign, 'learning_rate')
         self._give(action=self.facade, _registered_tensors=_Tensors(self.facade))
         self._send('on_action_start', 'on_train_start')
 

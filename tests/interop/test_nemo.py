@@ -16,7 +16,7 @@ from isaac_loop.interop.adapters import adapt
 from isaac_loop.loop.events import CancelBatchException, CancelStepException, Order
 from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
-from foreign import X, Y, Nemo010, loaders, make_model, ours
+from foreign import X, Y, Nemo010, loaders, make_model, ours, silent
 
 
 class Nemo011:
@@ -102,6 +102,14 @@ def test_nemo_states_give_batches_steps_and_tensors_by_name():
     assert {"input_0", "target_0"} <= set(facade.tensors)
     with pytest.raises(LookupError, match="no tensor `inputs`.*Did you mean `input_0`"):
         facade.get_tensor("inputs")
+
+
+def test_the_rate_is_that_of_the_fit_also_in_a_second_one():
+    nemo = Nemo010()
+    trainer = ours(adapt(nemo), n_epochs=1)
+    silent(trainer.fit, 1, lr=0.25)
+    rates = [o[2] for o in nemo.seen if o[0] == "iteration_end"]
+    assert rates == [0.5] * 5 + [0.25] * 5
 
 
 @pytest.mark.parametrize("n", [1, 2])
