@@ -43,10 +43,11 @@ class AIToolboxCB(RecordingCB):
     def before_fit(self, trainer):
         "Register it, and tell it that training begins"
         first = self._join(trainer)
+        if trainer.updates_per_epoch == 0: return # No run of theirs
         everyone = sorted(self._everyone(trainer), key=trainer.callbacks.index) if first else [self]
         for cb in everyone: cb._register(trainer, self.facade)
         if trainer.ranks.size > 1: self._tell('on_multiprocess_start')
-        if trainer.updates_per_epoch != 0: self._tell('on_train_begin')
+        self._tell('on_train_begin')
         self._shorten(trainer)
 
     def _tell(self, event, *args):

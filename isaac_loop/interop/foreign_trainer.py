@@ -59,6 +59,7 @@ class Facade:
 
 _NO_EFFECT = '{who} set `{name}` of its trainer, which would have no effect. Instead: {way}.'
 _NOT_NOW = '{who} asked its trainer for `{name}`, which is not there now. {when}.'
+_NOT_SET = 'It stands for something of our trainer that nobody has set so far'
 _NEVER = '{who} asked its trainer for `{name}`, which `adapt` does not provide.{way}'
 
 def _who(facade): return f'`{vars(facade).get("_caller") or "A callback"}`'
@@ -67,6 +68,7 @@ def _not_there(facade, name):
     "The message for a name that neither the facade nor our trainer has"
     who,way = _who(facade),facade._instead.get(name)
     if name in facade._when: return _NOT_NOW.format(who=who, name=name, when=facade._when[name])
+    if hasattr(type(facade), name): return _NOT_NOW.format(who=who, name=name, when=_NOT_SET)
     if way: return _NEVER.format(who=who, name=name, way=f' Instead: {way}.')
     offered = sorted({o for o in [*dir(type(facade)), *vars(facade)] if not o.startswith('_')})
     hint = f'{did_you_mean(name, offered)} Offered are {offered}, and whatever our `Trainer` has.'

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from torch import optim
 
 from waiting import InsideCB, RefuseToWait
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
@@ -161,7 +162,7 @@ def test_adapters_wait_for_nothing_in_a_batch():
 
 
 def test_toolbox_callbacks_sleep_in_a_fit_that_only_validates():
-    "Their loop has no such run; they are registered, and that is all"
+    "Their loop has no such run, so they are not even registered; the next fit that trains is one"
     seen = []
 
     class Toolbox(ToolboxNotes):
@@ -176,7 +177,35 @@ def test_toolbox_callbacks_sleep_in_a_fit_that_only_validates():
 
     callback = Toolbox()
     ours(adapt(callback), train=False, n_epochs=1)
-    assert seen == [] and callback.train_loop_obj.epoch == 0
+    assert seen == [] and not hasattr(callback, "train_loop_obj")
+    trainer = ours(adapt(callback), train=False, n_epochs=1)
+    silent(trainer.fit, 2)
+    assert seen == ["begin", "epoch", "epoch", "end"] and callback.train_loop_obj.epoch == 1
+
+
+def test_a_scheduler_of_the_toolbox_sleeps_in_a_fit_that_only_validates():
+    "It wants an optimizer when it is registered, and there is none"
+
+    class Scheduler(ToolboxNotes):
+        def register_train_loop_object(self, loop):
+            self.scheduler = optim.lr_scheduler.StepLR(loop.optimizer, 1)
+            return super().register_train_loop_object(loop)
+
+    scheduler = Scheduler()
+    trainer = ours(adapt(scheduler), train=False, n_epochs=1)
+    silent(trainer.fit, 1)
+    assert scheduler.scheduler.optimizer is trainer.opt
+
+
+def test_what_is_not_there_yet_is_not_said_to_be_unknown():
+    def ask(trainer):
+        return trainer.optimizer
+
+    with pytest.raises(
+        AttributeError, match="asked its trainer for `optimizer`, which is not there now"
+    ) as e:
+        ours(adapt(SimpleNamespace(on_evaluation_run_start=ask)), train=False, n_epochs=1)
+    assert "Did you mean" not in str(e.value)
 
 
 def test_an_error_in_a_foreign_callback_says_whose_it_is_and_where():
