@@ -308,3 +308,58 @@ def test_transforms_and_rows_of_other_shapes_are_written_or_refused(monkeypatch)
         assert "BatchTransformCB" in str(error)
     else:
         both(make, monkeypatch)
+
+
+# What is swapped
+
+
+def by_sign(trainer):
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p -= 0.1 * p.grad.sign()
+
+
+class HalfStep:
+    def step(self, trainer):
+        for p in trainer.model.parameters():
+            p.grad /= 2
+        trainer.opt.step()
+
+
+def fewer(trainer):
+    for p in trainer.model.parameters():
+        p.grad /= 3
+
+
+def odd(trainer):
+    return trainer.batch_num % 2
+
+
+SWAPS = {
+    "a step": ("step", by_sign),
+    "a step by a method": ("BasicTrainCB.step", HalfStep()),
+    "what is cleared": ("zero_grad", fewer),
+    "a callback of one's own": ("NoiseCB.after_backward", fewer),
+}
+
+
+def swapped(*swap, **options):
+    trainer = make_trainer([BasicTrainCB(), NoiseCB(), ClipGradCB(0.5), EMACB(0.9)])
+    trainer.swap(*swap, **options)
+    return trainer
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_what_is_swapped_is_written(name, monkeypatch):
+    both(lambda: swapped(*SWAPS[name]), monkeypatch)
+
+
+def test_a_swap_that_cannot_be_written_is_refused():
+    for swap in [("ClipGradCB.before_step", fewer), ("before_step", fewer), ("step", by_sign, odd)]:
+        with pytest.raises(ValueError, match="`swap` has .*[Uu]ndo|`swap` has .*Name the method"):
+            swapped(*swap).to_script()
+        assert "`swap`" in str(swapped(*swap).to_script(partial=True).not_written)
+    trainer = swapped("step", by_sign, odd)
+    for change in trainer.plan.changes:
+        change.undo()
+    assert "sign" not in str(trainer.to_script())

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
 from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
-from isaac_loop.loop.events import callback_name
+from isaac_loop.inspection.swap import Otherwise, StandIn
+from isaac_loop.inspection.watched_calls import alters
+from isaac_loop.loop.events import STEPS, callback_name
 from isaac_loop.loop.plan import Plan
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.snapshot import Snapshot
@@ -96,6 +98,12 @@ _REFUSED = ('`{who}` cannot be written as plain PyTorch: {why}. {mend}; '
 CORE = ('train model train_dl valid_dl loss_func opt_func n_epochs lr opt epoch batch_num batch preds loss '
         'history row stop over n_updates updates_per_epoch left_early torch math time').split()
 
+_SOMETIMES = ('`swap` has something else done there on a condition',
+              'Undo the swap, and ask for the condition in a callback of your own')
+_WHOSE = ('`swap` has replaced all that is done there',
+          "Name the method that is replaced, as in `trainer.swap('MyCB.before_step', ...)`")
+_PART = '`swap` has replaced a part of `{}`', 'Undo the swap, or write a callback of your own'
+
 class Writing:
     "One round of writing a loop out"
     def __init__(self,
@@ -109,6 +117,7 @@ class Writing:
         self.trainer,self.passes = trainer,passes
         self.round,self.seen = number,seen or {}
         self.plan = Plan(type(trainer))
+        self.plan.changes = *filter(alters, trainer.plan.changes), self._swapped
         self.plan.build(trainer.callbacks)
         self.has_length,self.has_after_epoch = hasattr(trainer.dls.train, '__len__'),False
         self.facts,self.found,self.partial = facts,set(),partial
@@ -124,6 +133,28 @@ class Writing:
         self.initial,self.helpers,self.needs = {},{},{} # By name: values, functions, and what must be given
         self.left_out,self.not_written,self.writers = {},[],{}
         self._held = {} # Names of variables by the identity of what they hold at first
+
+    def meant(self,
+        event:str, # Of the plan
+        callback, # Who answers it there
+        handler, # With what
+    )->tuple: # Callback and handler
+        "Who answers an event with what, or what `swap` has put in its place"
+        if isinstance(handler, Otherwise): raise NotWritten(*_SOMETIMES)
+        if not isinstance(handler, StandIn): return callback,handler
+        swap,kind = handler.swap,self.kind(callback)
+        if swap.when is not None: raise NotWritten(*_SOMETIMES)
+        if event not in STEPS and swap.callback is None: raise NotWritten(*_WHOSE)
+        if event not in STEPS and kind: raise NotWritten(_PART[0].format(kind), _PART[1])
+        return getattr(swap.function, '__self__', swap.function),swap.function
+
+    def _swapped(self, event, pairs):
+        "A change of the plan: whatever of the swaps can be written"
+        found = []
+        for pair in pairs:
+            try: found.append(self.meant(event, *pair))
+            except NotWritten: found.append(pair)
+        return found
 
     def note(self, *fact):
         "Find something out for the next round"

@@ -33,6 +33,7 @@ def written(self:Writing, callback, handler, event):
     f = getattr(handler, '__func__', handler)
     self.pending = []
     try:
+        self.meant(event, callback, handler) # Or it is refused
         if isinstance(callback, TrainersOwn): block = self._of_trainer(callback, handler, event)
         elif is_ours(f) and not isinstance(callback, TrainersOwn): block = self.built_in(callback, event)
         else: block = inlined(self, callback, handler, event, self.expand)
