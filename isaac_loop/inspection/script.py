@@ -20,6 +20,7 @@ from .plain_script.source_of_values import bound_names, loaded_names
 from .script_text import Script
 from ..loop.events import callback_name
 from ..loop.trainer import Trainer
+from ..state.random_numbers import random_state, set_random_state
 
 # %% ../../nbs/inspection/89_script.ipynb #d192b1c1
 _ALLOWED = {'one_batch', 'split', 'subclassing_method', 'events'}
@@ -234,10 +235,12 @@ def to_script(self:Trainer,
     if valid is None: valid = getattr(self.dls, 'valid', None) is not None
     kinds = {True: self.dls.train} | ({False: self.dls.valid} if valid else {})
     self._take_strangers()
-    others = list(_check_trainer(self, partial))
-    with self.added_callbacks(callbacks):
-        w,head,body = _rounds(self, kinds, partial)
-        w.not_written[:0] = others
-        text = _text(w, _finished(w, head, body))
+    others,before = list(_check_trainer(self, partial)),random_state()
+    try:
+        with self.added_callbacks(callbacks):
+            w,head,body = _rounds(self, kinds, partial)
+            w.not_written[:0] = others
+            text = _text(w, _finished(w, head, body))
+    finally: set_random_state(before) # Objects are made to see whether they are like those of a callback
     _check_text(text, partial)
     return Script(text, w.left_out, w.needs, w.not_written)

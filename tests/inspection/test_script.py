@@ -7,6 +7,8 @@ library is not at hand; and what it cannot write is refused by name.
 import ast
 import builtins
 import io
+import functools
+import random
 import subprocess
 import sys
 import warnings
@@ -363,3 +365,86 @@ def test_a_swap_that_cannot_be_written_is_refused():
     for change in trainer.plan.changes:
         change.undo()
     assert "sign" not in str(trainer.to_script())
+
+
+# What is not what it seems
+
+
+def scale(trainer, factor):
+    for p in trainer.model.parameters():
+        p.grad *= factor
+
+
+class CachedCB:
+    total = 0
+
+    def before_fit(self, trainer):
+        self.total = 5
+
+    @functools.cached_property
+    def k(self):
+        return 1 / (1 + self.total)
+
+    def after_backward(self, trainer):
+        scale(trainer, self.k)
+
+
+class DrawsLateCB:
+    def __getattr__(self, name):
+        if name != "k":
+            raise AttributeError(name)
+        self.k = torch.rand(()).item()
+        return self.k
+
+    def after_backward(self, trainer):
+        scale(trainer, self.k)
+
+
+class Drawn:
+    "Draws numbers when it is made"
+
+    def __init__(self):
+        self.values = [random.random(), torch.rand(()).item()]
+
+
+class HoldsDrawnCB:
+    def __init__(self):
+        self.drawn = Drawn()
+
+    def after_backward(self, trainer):
+        scale(trainer, self.drawn.values[0])
+
+
+class Counted:
+    "Counts what was asked of it"
+
+    def __get__(self, callback, cls):
+        callback.n += 1
+        return callback.n
+
+
+class CountedCB:
+    k, n = Counted(), 0
+
+    def after_backward(self, trainer):
+        scale(trainer, self.k)
+
+
+COMPUTED = {CachedCB, DrawsLateCB, CountedCB}
+
+
+def drawn():
+    return random.getstate(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("kind", [CachedCB, DrawsLateCB, CountedCB, HoldsDrawnCB])
+def test_nothing_is_computed_and_nothing_drawn_while_a_script_is_written(kind, monkeypatch):
+    trainer = make_trainer([BasicTrainCB(), kind()])
+    held, before = dict(vars(trainer.callbacks[-1])), drawn()
+    if kind in COMPUTED:
+        with pytest.raises(ValueError, match="its `k` is computed .*Compute it in the method of an event"):
+            trainer.to_script()
+    trainer.to_script(partial=True)
+    assert vars(trainer.callbacks[-1]) == held and drawn() == before
+    if kind not in COMPUTED:
+        both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)

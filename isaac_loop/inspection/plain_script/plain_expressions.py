@@ -140,7 +140,7 @@ class Inline(ast.NodeTransformer):
         known = w.writer(owner).attribute(name) if w.is_written(owner) else None
         if known is not None: return expression(known)
         static = inspect.getattr_static(type(owner), name, None)
-        if isinstance(static, property): return ast.Call(name_of(self.helper(static.fget, owner)), [], [])
+        if type(static) is property: return ast.Call(name_of(self.helper(static.fget, owner)), [], [])
         is_method = own_method(owner, name) or isinstance(static, classmethod)
         if is_method: raise NotWritten(f'it hands its method `{name}` on')
         return name_of(w.variable(owner, name), node.ctx)

@@ -6,8 +6,10 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/08_script_writing.ipynb #dacf7718
-import re
-from types import SimpleNamespace
+import inspect, re
+from types import MemberDescriptorType, SimpleNamespace
+
+from torch import nn
 
 from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
 from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
@@ -199,6 +201,32 @@ def new_name(self:Writing,
     self.note('name', name)
     return name
 
+_COMPUTED = ('its `{}` is computed when somebody asks for it',
+             'Compute it in the method of an event, into an attribute of `self`')
+
+def held_by(
+    owner, # A callback, or the trainer
+    attribute:str, # Its name
+    missing, # What to give if nothing has set it yet
+):
+    "What an attribute holds, without running anything for it"
+    kind,own = type(owner),getattr(owner, '__dict__', {})
+    found = inspect.getattr_static(kind, attribute, missing)
+    if kind.__getattribute__ is not object.__getattribute__: raise _computed(attribute)
+    if isinstance(found, MemberDescriptorType): return getattr(owner, attribute, missing) # A slot
+    if hasattr(type(found), '__set__'): raise _computed(attribute)
+    if attribute in own: return own[attribute]
+    if isinstance(found, staticmethod): return found.__func__
+    if found is missing:
+        asks = getattr(kind, '__getattr__', None)
+        if asks not in (None, nn.Module.__getattr__): raise _computed(attribute)
+        parts = [own.get(name) or {} for name in ('_parameters', '_buffers', '_modules')*(asks is not None)]
+        return next((part[attribute] for part in parts if attribute in part), missing)
+    if hasattr(type(found), '__get__'): raise _computed(attribute)
+    return found
+
+def _computed(attribute): return NotWritten(_COMPUTED[0].format(attribute), _COMPUTED[1])
+
 @patch
 def variable(self:Writing,
     owner, # The callback, or the trainer
@@ -207,7 +235,7 @@ def variable(self:Writing,
     "The variable that an attribute becomes"
     name = self.new_name(owner, attribute)
     if name in self.initial or name in self.needs: return name
-    value = getattr(owner, attribute, self)
+    value = held_by(owner, attribute, self)
     if value is self: self.initial[name] = None # It is set before anybody reads it
     else: self.initial[name] = (self.value(value, name), f'{callback_name(owner)}.{attribute}')
     return name
