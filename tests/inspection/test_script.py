@@ -448,3 +448,65 @@ def test_nothing_is_computed_and_nothing_drawn_while_a_script_is_written(kind, m
     assert vars(trainer.callbacks[-1]) == held and drawn() == before
     if kind not in COMPUTED:
         both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
+
+
+class DoubledCB:
+    n = 0
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, 2 * value)
+
+    def after_backward(self, trainer):
+        self.n += 1
+        scale(trainer, self.n)
+
+
+class SetterCB:
+    def __init__(self):
+        self._k = 1
+
+    @property
+    def k(self):
+        return self._k
+
+    @k.setter
+    def k(self, value):
+        self._k = 2 * value
+
+    def after_backward(self, trainer):
+        self.k = self.k + 1
+        scale(trainer, self.k)
+
+
+@pytest.mark.parametrize(
+    "kind, why", [(DoubledCB, "a `__setattr__` of its own"), (SetterCB, "sets `k`, a prop")]
+)
+def test_what_runs_something_when_it_is_set_is_refused(kind, why):
+    with pytest.raises(ValueError, match=f"{why}.*Keep what is set in a plain attribute"):
+        make_trainer([BasicTrainCB(), kind()]).to_script()
+    assert make_trainer([BasicTrainCB(), kind()]).to_script(partial=True).not_written
+
+
+class SlotsCB:
+    __slots__ = ("n", "later")
+
+    def __init__(self):
+        self.n = 3
+
+    def after_backward(self, trainer):
+        self.later = self.n
+        scale(trainer, self.later)
+
+
+class HeldCB:
+    "Has a function, a class and a number from its class"
+
+    act, kind, k = torch.tanh, nn.Tanh, 2
+
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss + self.k * self.act(self.kind()(trainer.preds)).mean()
+
+
+@pytest.mark.parametrize("kind", [SlotsCB, HeldCB])
+def test_attributes_in_slots_and_of_classes_are_written(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)

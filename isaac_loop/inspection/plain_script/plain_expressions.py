@@ -54,6 +54,7 @@ _DO_WITHOUT = 'Do without it, or leave the callback out'
 _SETS = 'Pass another one to `train`, or write that part by hand'
 _WHOLE = 'it hands `{}` itself on, or asks what it has', 'Use its attributes one by one'
 _NEWS = "{k: v for k, v in row.items() if k not in ('fit', 'epoch')}"
+_PLAIN_SET = 'Keep what is set in a plain attribute'
 _CANCELLED = 'it asks how a span ended (`trainer.exception`)'
 
 def _no_such(name): return NotWritten(f'`{name}` has no counterpart in a plain loop', _DO_WITHOUT)
@@ -140,10 +141,18 @@ class Inline(ast.NodeTransformer):
         known = w.writer(owner).attribute(name) if w.is_written(owner) else None
         if known is not None: return expression(known)
         static = inspect.getattr_static(type(owner), name, None)
+        if not isinstance(node.ctx, ast.Load): self.check_set(owner, static, name)
         if type(static) is property: return ast.Call(name_of(self.helper(static.fget, owner)), [], [])
         is_method = own_method(owner, name) or isinstance(static, classmethod)
         if is_method: raise NotWritten(f'it hands its method `{name}` on')
         return name_of(w.variable(owner, name), node.ctx)
+
+    def check_set(self, owner, static, name):
+        "Refuse an attribute that runs something when it is set or deleted"
+        kind = type(owner)
+        own = [o for o in ('__setattr__', '__delattr__') if getattr(kind, o) is not getattr(object, o)]
+        if own: raise NotWritten(f'its class has a `{own[0]}` of its own', _PLAIN_SET)
+        if isinstance(static, property): raise NotWritten(f'it sets `{name}`, a property', _PLAIN_SET)
 
 # %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #e5452bc6
 class InlineHistory(Inline):

@@ -9,8 +9,6 @@ __all__ = []
 import inspect, re
 from types import MemberDescriptorType, SimpleNamespace
 
-from torch import nn
-
 from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
 from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
 from isaac_loop.inspection.swap import Otherwise, StandIn
@@ -217,12 +215,8 @@ def held_by(
     if hasattr(type(found), '__set__'): raise _computed(attribute)
     if attribute in own: return own[attribute]
     if isinstance(found, staticmethod): return found.__func__
-    if found is missing:
-        asks = getattr(kind, '__getattr__', None)
-        if asks not in (None, nn.Module.__getattr__): raise _computed(attribute)
-        parts = [own.get(name) or {} for name in ('_parameters', '_buffers', '_modules')*(asks is not None)]
-        return next((part[attribute] for part in parts if attribute in part), missing)
-    if hasattr(type(found), '__get__'): raise _computed(attribute)
+    is_asked = hasattr(kind, '__getattr__') if found is missing else hasattr(type(found), '__get__')
+    if is_asked: raise _computed(attribute)
     return found
 
 def _computed(attribute): return NotWritten(_COMPUTED[0].format(attribute), _COMPUTED[1])
