@@ -78,6 +78,7 @@ def both(make, monkeypatch, n_epochs=3, lr=0.02, **options):
         warnings.simplefilter("ignore")
         trainer.fit(n_epochs, lr)
         other = make()
+        script = other.to_script() if script.needs else script  # What the first one needs has been used
         monkeypatch.setattr(builtins, "__import__", without_us)
         try:
             rows = run(script, other, n_epochs, lr)
@@ -510,3 +511,57 @@ class HeldCB:
 @pytest.mark.parametrize("kind", [SlotsCB, HeldCB])
 def test_attributes_in_slots_and_of_classes_are_written(kind, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
+
+
+class DiceCB:
+    def __init__(self):
+        self.dice = random.Random(3)
+        self.dice.random()
+
+    def after_backward(self, trainer):
+        scale(trainer, self.dice.random())
+
+
+class Holder:
+    def __init__(self, seed=3):
+        self.dice = random.Random(seed)
+
+
+class HoldsDiceCB:
+    def __init__(self):
+        self.holder = Holder()
+        self.holder.dice.random()
+
+    def after_backward(self, trainer):
+        scale(trainer, self.holder.dice.random())
+
+
+class Asked:
+    "Counts how often somebody asks for `k`, an argument of its own"
+
+    def __init__(self, k=1):
+        self.first, self.n = k, 0
+
+    @property
+    def k(self):
+        self.n += 1
+        return self.n
+
+
+class AsksCB:
+    def __init__(self):
+        self.asked = Asked()
+
+    def after_backward(self, trainer):
+        scale(trainer, self.asked.k)
+
+
+@pytest.mark.parametrize("kind", [DiceCB, HoldsDiceCB, AsksCB])
+def test_objects_go_on_from_where_they_are(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
+
+
+def test_an_object_of_a_callback_is_not_asked_for_what_it_computes():
+    callback = AsksCB()
+    make_trainer([BasicTrainCB(), callback]).to_script()
+    assert callback.asked.n == 0

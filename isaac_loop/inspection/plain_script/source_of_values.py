@@ -264,10 +264,12 @@ def _made_anew(self:Sources, value):
 def _arguments(value):
     "The arguments that differ from their defaults, if what they make is like `value`; otherwise None"
     kind = type(value)
-    if isinstance(value, (torch.nn.Module, torch.Tensor)) or not hasattr(value, '__dict__'): return None
+    if isinstance(value, (torch.nn.Module, torch.Tensor)) or not _shows_all(value): return None
     try:
-        parameters = list(inspect.signature(kind).parameters.values())
-        own = {p.name: getattr(value, p.name, getattr(value, f'_{p.name}', p.default)) for p in parameters}
+        parameters,held = list(inspect.signature(kind).parameters.values()),vars(value)
+        asked = copy.deepcopy(value) # It may compute what it is asked for, and keep it
+        own = {p.name: getattr(asked, p.name, getattr(asked, f'_{p.name}', p.default)) for p in parameters}
+        own |= {name: held[name] for name in own if name in held}
         given = {p.name: own[p.name] for p in parameters if not _alike(own[p.name], p.default)}
         wanted = _fresh(value)
         for name in [*given]: # Some are what the class makes of their default
@@ -275,6 +277,12 @@ def _arguments(value):
             if _makes(kind, fewer, wanted): given = fewer
         return given if _makes(kind, given, wanted) else None
     except Exception: return None # A class that cannot be made so
+
+def _shows_all(value):
+    "Whether all that an object holds lies in its attributes; a generator of random numbers has more"
+    kind = type(value)
+    usual = all(getattr(kind, name) is getattr(object, name) for name in ('__reduce__', '__reduce_ex__'))
+    return usual and hasattr(value, '__dict__')
 
 def _makes(kind, given, wanted):
     try: return _alike(kind(**given), wanted)
@@ -292,5 +300,5 @@ def _alike(a, b):
     if torch.is_tensor(a): return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
     if isinstance(a, dict): return a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(_alike, a, b))
-    if callable(a) or not hasattr(a, '__dict__'): return a is b or bool(a == b)
+    if callable(a) or not _shows_all(a): return a is b or bool(a == b)
     return _alike(vars(a), vars(b))
