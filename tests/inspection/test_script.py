@@ -565,3 +565,172 @@ def test_an_object_of_a_callback_is_not_asked_for_what_it_computes():
     callback = AsksCB()
     make_trainer([BasicTrainCB(), callback]).to_script()
     assert callback.asked.n == 0
+
+
+# What several hold
+
+
+class CountCB:
+    n = 0
+
+    def before_batch(self, trainer):
+        self.n += trainer.training
+
+    def total(self):
+        return self.n
+
+
+class Box:
+    def __init__(self, held):
+        self.held = held
+
+    @property
+    def n(self):
+        return self.held.n
+
+
+class UsesCB:
+    def __init__(self, other):
+        self.other = other
+
+    def after_backward(self, trainer):
+        scale(trainer, 1 / self.other.n)
+
+
+class CallsCB(UsesCB):
+    def after_backward(self, trainer):
+        scale(trainer, 1 / self.other())
+
+
+class ReadsNamedCB:
+    def after_backward(self, trainer):
+        scale(trainer, 1 / trainer.CountCB.n)
+
+
+HOLDING = {
+    "a callback": UsesCB,
+    "in a box": lambda count: UsesCB(Box(count)),
+    "in a list": lambda count: UsesCB([{"count": count}]),
+    "its method": lambda count: CallsCB(count.total),
+    "a partial of its method": lambda count: CallsCB(functools.partial(count.total)),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_who_holds_a_callback_of_the_trainer_is_refused(name):
+    count = CountCB()
+    trainer = make_trainer([BasicTrainCB(), count, HOLDING[name](count)])
+    with pytest.raises(
+        ValueError, match="holds the callback `CountCB`. Ask .* attribute of `trainer.CountCB`"
+    ):
+        trainer.to_script()
+    assert trainer.to_script(partial=True).not_written
+
+
+def test_a_function_that_reads_a_callback_by_a_variable_is_refused():
+    count = CountCB()
+
+    def after_backward(trainer):
+        scale(trainer, 1 / count.n)
+
+    with pytest.raises(ValueError, match="holds the callback `CountCB`"):
+        make_trainer([BasicTrainCB(), count, after_backward]).to_script()
+
+
+def test_who_asks_the_trainer_for_a_callback_is_written(monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), CountCB(), ReadsNamedCB()]), monkeypatch)
+
+
+class AliasCB:
+    def __init__(self):
+        self.counts = [1]
+        self.held = {"counts": (self.counts,)}
+
+    def after_backward(self, trainer):
+        self.counts[0] += 1
+        scale(trainer, 1 / self.held["counts"][0][0])
+
+
+class TwiceCB:
+    def __init__(self):
+        self.rows = [[1]] * 2
+
+    def after_backward(self, trainer):
+        self.rows[0][0] += 1
+        scale(trainer, 1 / self.rows[1][0])
+
+
+LOG = []
+
+
+def logged():
+    return 1 + len(LOG)
+
+
+class LogsCB:
+    def __init__(self):
+        LOG.clear()
+        self.kept = LOG
+
+    def after_backward(self, trainer):
+        self.kept.append(1)
+        scale(trainer, 1 / logged())
+
+
+class HarderCB:
+    "Changes the data of the loader"
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def after_batch(self, trainer):
+        if trainer.training:
+            self.rows.shift += 1
+
+
+class ShiftedRows:
+    def __init__(self):
+        self.shift = 0
+
+    def __len__(self):
+        return 26
+
+    def __getitem__(self, i):
+        x, y = Images(26)[i]
+        return x + self.shift, y
+
+
+class ReadsMetricCB:
+    def __init__(self, metric):
+        self.metric = metric
+
+    def after_backward(self, trainer):
+        scale(trainer, 1 / (1 + self.metric.num_total))
+
+
+def metric_trainer():
+    metric = MulticlassAccuracy()
+    return make_trainer(
+        [BasicTrainCB(), MetricsCB(accuracy=metric, train_metrics=True), ReadsMetricCB(metric)]
+    )
+
+
+def harder_trainer():
+    rows = ShiftedRows()
+    trainer = make_trainer([BasicTrainCB(), HarderCB(rows)])
+    trainer.dls = DataLoaders(exact_loader(rows, 4), trainer.dls.valid)
+    return trainer
+
+
+SHARED = {
+    "a list in a tuple": lambda: make_trainer([BasicTrainCB(), AliasCB()]),
+    "a list that is there twice": lambda: make_trainer([BasicTrainCB(), TwiceCB()]),
+    "a list of the module": lambda: make_trainer([BasicTrainCB(), LogsCB()]),
+    "the data": harder_trainer,
+    "a metric": metric_trainer,
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_several_hold_stays_one_thing(name, monkeypatch):
+    both(SHARED[name], monkeypatch)

@@ -10,7 +10,7 @@ import inspect, re
 from types import MemberDescriptorType, SimpleNamespace
 
 from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
-from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
+from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources, reached, repeated
 from isaac_loop.inspection.swap import Otherwise, StandIn
 from isaac_loop.inspection.watched_calls import alters
 from isaac_loop.loop.events import STEPS, callback_name
@@ -104,6 +104,8 @@ _WHOSE = ('`swap` has replaced all that is done there',
           "Name the method that is replaced, as in `trainer.swap('MyCB.before_step', ...)`")
 _PART = '`swap` has replaced a part of `{}`', 'Undo the swap, or write a callback of your own'
 
+_HOLDS = 'it holds the callback `{}`', 'Ask for what is needed as an attribute of `trainer.{}`'
+
 class Writing:
     "One round of writing a loop out"
     def __init__(self,
@@ -126,13 +128,14 @@ class Writing:
         kept = [fact[1] for fact in facts if fact[0] == 'name']
         self.names = Names([*CORE, *parts])
         self.own_names = {*CORE, *parts, *kept} # Which no local variable of a method may have
-        self.sources = Sources(self.names)
+        self.sources = Sources(self.names, self.may_write)
         self.training,self.event_now = None,None
         self.model,self.evaluated = 'model',None
         self.unpacked,self.pending = False,[]
         self.initial,self.helpers,self.needs = {},{},{} # By name: values, functions, and what must be given
         self.left_out,self.not_written,self.writers = {},[],{}
         self._held = {} # Names of variables by the identity of what they hold at first
+        self._owners = dict.fromkeys(self._beside(), self) # By identity: the variable that leads to it
 
     def meant(self,
         event:str, # Of the plan
@@ -155,6 +158,28 @@ class Writing:
             try: found.append(self.meant(event, *pair))
             except NotWritten: found.append(pair)
         return found
+
+    def _beside(self):
+        "What the arguments of the script lead to"
+        trainer,dls = self.trainer,self.trainer.dls
+        given = [getattr(dls, 'train', None), getattr(dls, 'valid', None)]
+        given += [trainer.model, trainer.loss_func, trainer.opt_func]
+        return reached(given, {id(trainer), *map(id, trainer.callbacks)})
+
+    def may_write(self,
+        value, # Anything that is to be in the script
+        owner, # What it belongs to there
+    )->bool:
+        "Whether `value` may be written; if others hold a part of it, all must be given the one thing"
+        callbacks = {id(cb): cb for cb in self.trainer.callbacks}
+        inside = reached(value, {id(self.trainer), *callbacks})
+        if id(self.trainer) in inside: raise NotWritten('it holds the trainer itself')
+        for name in (callback_name(callbacks[key]) for key in inside if key in callbacks):
+            raise NotWritten(_HOLDS[0].format(name), _HOLDS[1].format(name))
+        shared = {key for key in inside if self._owners.setdefault(key, owner) != owner} | repeated(value)
+        known = {key for key in inside if self.knows('given', key)}
+        for key in shared | known: self.note('given', key)
+        return not known
 
     def note(self, *fact):
         "Find something out for the next round"
@@ -244,10 +269,10 @@ def value(self:Writing,
     known = {id(getattr(trainer, o, self)): o for o in ('model', 'loss_func', 'opt_func')}
     known |= {id(getattr(trainer.dls, o, self)): f'{o}_dl' for o in ('train', 'valid')}
     if value is not None and id(value) in known: return known[id(value)]
-    if value is trainer: raise NotWritten('it holds the trainer itself')
     if id(value) in self._held: return self._held[id(value)][0]
+    may_write = self.may_write(value, name)
     mutable = not isinstance(value, (bool, int, float, str, bytes, tuple, type(None)))
-    try: text = self.sources.of(value, name)
+    try: text = self.sources.of(value, name) if may_write else self.need(value, name)
     except NoSource: text = self.need(value, name)
     if mutable and not callable(value): self._held[id(value)] = name,value
     return text

@@ -9,7 +9,7 @@ __all__ = []
 import ast, builtins, copy, enum, inspect, math, sys
 from collections import defaultdict, deque
 from functools import partial
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import torch
 
@@ -115,8 +115,9 @@ class Sources:
     "What a script imports and defines beside its loop"
     def __init__(self,
         names:Names, # Those of the script
+        may_write=lambda value, owner: True, # Asked before a constant is defined
     ):
-        self.names = names
+        self.names,self.may_write = names,may_write
         self.imports,self.definitions = {},{} # Lines, each once; functions and constants by name
         self._brought = {} # By identity: the name, and the thing, so that it stays alive
 
@@ -162,6 +163,7 @@ class Sources:
         found = address(value) if callable(value) else None
         if found: return self._import(found[1] if name == '<lambda>' else name, value, *found)
         if isinstance(value, (FunctionType, type)): return self._define(name, value)
+        if not self.may_write(value, id(value)): raise NoSource(f'`{name}` has other owners')
         is_foreign = callable(value) and hasattr(value, '__name__')
         if is_foreign: raise NoSource(f'`{name}` is not written in Python')
         text = self.of(value)
@@ -302,3 +304,53 @@ def _alike(a, b):
     if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(_alike, a, b))
     if callable(a) or not _shows_all(a): return a is b or bool(a == b)
     return _alike(vars(a), vars(b))
+
+# %% ../../../nbs/inspection/plain_script/02_source_of_values.ipynb #25731699
+_ATOMS = (*_SIMPLE, float, torch.Tensor, enum.Enum, ModuleType, FunctionType, BuiltinFunctionType, type)
+_LISTED = list,tuple,set,frozenset,deque
+_MANY = 10_000 # Nobody looks at more
+
+def reached(
+    value, # Anything
+    closed=(), # Identities of what is not looked into
+)->dict: # By identity
+    "What changes, and can be reached from `value`: containers, and objects with attributes"
+    found,seen,todo = {},set(),[value]
+    while todo and len(seen) < _MANY:
+        x = todo.pop()
+        if isinstance(x, _ATOMS) or id(x) in seen: continue
+        seen.add(id(x))
+        if type(x) not in (tuple, frozenset, partial, MethodType): found[id(x)] = x
+        if id(x) not in closed: todo += _inside(x)
+    return found
+
+def _inside(x):
+    "What an object leads to at once"
+    if isinstance(x, MethodType): return [x.__self__]
+    if isinstance(x, partial): return [x.func, *x.args, *x.keywords.values()]
+    kind = next((o for o in (dict, *_LISTED) if isinstance(x, o)), None)
+    if kind and kind.__len__(x) > _MANY: return []
+    listed = [*kind.__iter__(x)] if kind else []
+    if kind is dict: listed += dict.values(x)
+    own = _attributes(x)
+    if isinstance(x, torch.nn.Module): own = {k: v for k,v in own.items() if k[0] != '_' or k == '_modules'}
+    return [*listed, *own.values()]
+
+def _attributes(x):
+    try: return object.__getattribute__(x, '__dict__')
+    except AttributeError: return {}
+
+def repeated(
+    value, # Anything
+)->set: # Identities
+    "What would be written twice, as several entries of the containers of `value` hold it"
+    seen,twice,todo = set(),set(),[value]
+    for _ in range(_MANY):
+        if not todo: break
+        x = todo.pop()
+        if isinstance(x, _ATOMS): continue
+        is_plain = type(x) in (tuple, frozenset, partial)
+        if id(x) in seen and not is_plain: twice.add(id(x))
+        elif isinstance(x, (dict, partial, *_LISTED)): todo += _inside(x)
+        seen.add(id(x))
+    return twice

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #1a765c48
+import copy
+
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.source_of_values import NoSource
 from isaac_loop.inspection.plain_script.written_steps import Lines
@@ -71,7 +73,8 @@ class Metrics(Lines):
     silent = 'log','cleanup_fit'
     def before_fit(self):
         kinds = [(training, name, m) for training in (True, False) for name,m in self._of(training).items()]
-        found = [f'{self._variable(name, training)} = {self._made(name, m)}' for training,name,m in kinds]
+        found = [f'{self._variable(name, training)} = {self._made(name, m, training)}'
+                 for training,name,m in kinds]
         moves = next(iter(self.w.trainer.model.parameters()), None) is not None
         device = [cb for cb in self.w.trainer.callbacks if self.w.kind(cb) == 'DeviceCB'] if moves else []
         variables = [self._variable(name, training) for training,name,m in kinds if hasattr(m, 'to')]
@@ -86,7 +89,7 @@ class Metrics(Lines):
     def _variable(self, name, training):
         return self.name(f'train_{name}' if training else name, f'{name}_metric')
 
-    def _made(self, name, m):
+    def _made(self, name, m, training):
         "How a metric is made"
         w = self.w
         if isinstance(m, MeanOf):
@@ -94,8 +97,11 @@ class Metrics(Lines):
             self.torch()
             return f'{w.definition("MeanOf", _MEAN_OF)}({w.function(m.f, name)})'
         if isinstance(m, MetricOn): raise NotWritten(f'the metric `{name}` is a `MetricOn`', _NO_CHOICE)
-        try: return w.sources.of(m)
-        except NoSource: return w.need(m, f'{name}_metric')
+        try:
+            if w.may_write(m, id(m)): return w.sources.of(m)
+        except NoSource: pass
+        text = w.need(m, f'{name}_metric')
+        return f'{w.sources.bring("deepcopy", copy.deepcopy)}({text})' if training else text
 
     def before_epoch(self):
         w = self.w
