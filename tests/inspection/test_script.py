@@ -734,3 +734,69 @@ SHARED = {
 @pytest.mark.parametrize("name", SHARED)
 def test_what_several_hold_stays_one_thing(name, monkeypatch):
     both(SHARED[name], monkeypatch)
+
+
+# Methods of a base class
+
+
+class FactorsCB:
+    n = k = 1
+
+    def factor(self, trainer, k=1):
+        self.n += 1
+        return k / (self.n + trainer.batch_num)
+
+    def set_factor(self, k=2):
+        self.k = k
+
+    @property
+    def share(self):
+        return 0.5
+
+
+class InHelperCB(FactorsCB):
+    def factor(self, trainer, k=1):
+        return super().factor(trainer, k=k) + 1
+
+    def after_backward(self, trainer):
+        scale(trainer, self.factor(trainer, k=2))
+
+
+class FurtherCB(InHelperCB):
+    def factor(self, trainer, k=1):
+        return super().factor(trainer, k) / 2
+
+
+class ByNameCB(FactorsCB):
+    def after_backward(self, trainer):
+        scale(trainer, FactorsCB.factor(self, trainer) + super(ByNameCB, self).factor(trainer))
+
+
+class SkipsCB(InHelperCB):
+    def after_backward(self, trainer):
+        scale(trainer, super(InHelperCB, self).factor(trainer))
+
+
+class SetsCB(FactorsCB):
+    def after_backward(self, trainer):
+        super().set_factor(k=3)
+        scale(trainer, self.k)
+
+
+class AsksBaseCB(FactorsCB):
+    @property
+    def share(self):
+        return super().share / 2
+
+    def after_backward(self, trainer):
+        scale(trainer, self.share)
+
+
+@pytest.mark.parametrize("kind", [InHelperCB, FurtherCB, ByNameCB, SkipsCB, SetsCB])
+def test_methods_of_a_base_class_are_written(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
+
+
+def test_a_property_of_a_base_class_is_refused():
+    with pytest.raises(ValueError, match="AsksBaseCB.*base class.*Write out what is meant"):
+        make_trainer([BasicTrainCB(), AsksBaseCB()]).to_script()

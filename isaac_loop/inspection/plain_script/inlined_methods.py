@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #70208a27
 import ast, copy
 from functools import partial
+from types import FunctionType
 
 from isaac_loop.inspection.plain_script.callback_source import Method, own_method, plain_function
 from isaac_loop.inspection.plain_script.plain_expressions import InlineCalls, expression, name_of
@@ -44,7 +45,7 @@ class InlineStatements(InlineCalls):
         if self.is_trainer(f.value) and f.attr == 'run_callbacks': return self.run_callbacks(call)
         if self.of_it(f.value, 'history') and f.attr == 'write': return self.write(call)
         base = self.base_of(f)
-        return self.inlined_call(call) if base is None else self.call_base(base, f.attr)
+        return self.inlined_call(call) if base is None else self.call_base(base, call)
 
     def request_stop(self, call):
         given = [*call.args, *(o.value for o in call.keywords)]
@@ -106,6 +107,13 @@ class InlineStatements(InlineCalls):
 _OURS = __name__.partition('.')[0]
 _SHORT = 4 # So many statements are written in the place of a call
 
+_SUPER = ('it calls a method of a base class in a way that cannot be written',
+          'Call it by `super().name(...)` in a method, or write out what it does')
+
+def is_super(node):
+    "Whether something is a call of `super`"
+    return isinstance(node, ast.Call) and getattr(node.func, 'id', None) == 'super'
+
 class InlineMethods(InlineStatements):
     "Writes other methods in the place of their calls"
     def base_of(self, f):
@@ -113,21 +121,45 @@ class InlineMethods(InlineStatements):
         owner = self.method.owner
         if owner is None: return None
         mro = type(owner).__mro__
-        if isinstance(f.value, ast.Call) and getattr(f.value.func, 'id', None) == 'super':
-            mine = (i for i,o in enumerate(mro) if self.method.f in map(plain_function, vars(o).values()))
-            return next((o for o in mro[next(mine, 0)+1:] if f.attr in vars(o)), object)
+        if is_super(f.value):
+            at = self.class_at(mro, f.value.args)
+            return next((o for o in mro[at+1:] if f.attr in vars(o)), object)
         known = self.bound | self.trainers | {self.self_name}
         is_name = isinstance(f.value, ast.Name) and f.value.id not in known
         named = self.method.outside(f.value.id) if is_name else None
         return named if isinstance(named, type) and named in mro else None
 
-    def call_base(self, base, name):
+    def class_at(self, mro, given):
+        "Where the class stands that `super` goes on from"
+        if given: own = self.method.outside(getattr(given[0], 'id', ''))
+        else: own = next((o for o in mro if self.method.f in map(plain_function, vars(o).values())), None)
+        if own not in mro: raise NotWritten(*_SUPER)
+        return mro.index(own)
+
+    def call_base(self, base, call):
         "What the method of a base class does at this place"
+        name = call.func.attr
         found = next((vars(o)[name] for o in base.__mro__ if name in vars(o)), None)
-        if found is None: return None
-        f = plain_function(found)
+        further = [o for o in call.args if not (self.is_trainer(o) or self.is_self(o))]
+        if found is None or further or call.keywords: return None
+        f,trainer = plain_function(found),any(map(self.is_trainer, call.args))
         if (f.__module__ or '').startswith(_OURS): return self.w.built_in(self.method.owner, name)
-        return statements_of(self.w, Method(f, self.method.owner), self.expand)
+        return statements_of(self.w, Method(f, self.method.owner, trainer), self.expand)
+
+    def visit_Call(self, node):
+        base = self.base_of(node.func) if isinstance(node.func, ast.Attribute) else None
+        return super().visit_Call(node) if base is None else self.result_of_base(base, node)
+
+    def result_of_base(self, base, node):
+        "A call of the method of a base class, which becomes a small function"
+        name,args = node.func.attr,node.args
+        found = next((vars(o)[name] for o in base.__mro__ if name in vars(o)), None)
+        f,by_name = plain_function(found),not is_super(node.func.value)
+        is_plain = isinstance(found, FunctionType) and not (f.__module__ or '').startswith(_OURS)
+        with_self = not by_name or args and self.is_self(args[0])
+        if not (is_plain and with_self): raise NotWritten(*_SUPER)
+        if by_name: args = args[1:]
+        return self.call_helper(ast.Call(node.func, args, node.keywords), f, self.method.owner)
 
     def inlined_call(self, call):
         "A helper without further arguments, if it is short or leaves a part of the loop; else None"
@@ -256,6 +288,7 @@ def helper(
     arguments,gone = method.tree.args,{method.self_name, method.trainer_name}
     for kind in (arguments.posonlyargs, arguments.args): kind[:] = [o for o in kind if o.arg not in gone]
     inline = InlineMethods(writing, method, expand)
+    writing.arguments[name] = inline.renamed
     arguments = inline.visit(arguments)
     block = _rewritten(inline, method.tree.body)
     out = leaves(block, 'fit', 'epoch', 'batch', 'step')

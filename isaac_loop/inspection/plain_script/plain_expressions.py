@@ -54,6 +54,7 @@ _DO_WITHOUT = 'Do without it, or leave the callback out'
 _SETS = 'Pass another one to `train`, or write that part by hand'
 _WHOLE = 'it hands `{}` itself on, or asks what it has', 'Use its attributes one by one'
 _NEWS = "{k: v for k, v in row.items() if k not in ('fit', 'epoch')}"
+_NO_CLASS = 'it asks for its base class', 'Write out what is meant'
 _PLAIN_SET = 'Keep what is set in a plain attribute'
 _CANCELLED = 'it asks how a span ended (`trainer.exception`)'
 
@@ -85,6 +86,7 @@ class Inline(ast.NodeTransformer):
     def visit_Name(self, node):
         if self.is_trainer(node) or self.is_self(node):
             raise NotWritten(_WHOLE[0].format(node.id), _WHOLE[1])
+        if node.id in ('super', '__class__'): raise NotWritten(*_NO_CLASS)
         if node.id in self.bound: return name_of(self.renamed.get(node.id, node.id), node.ctx)
         value = self.method.outside(node.id)
         try: return name_of(self.w.sources.bring(node.id, value))
@@ -220,8 +222,10 @@ class InlineCalls(InlineHistory):
         "A call of a function that becomes a small function of the script"
         place = next((i for i,o in enumerate(node.args) if self.is_trainer(o)), None)
         args = [self.visit(o) for i,o in enumerate(node.args) if i != place]
-        keywords = [ast.keyword(o.arg, self.visit(o.value)) for o in node.keywords]
-        return ast.Call(name_of(self.helper(f, owner, place)), args, keywords)
+        name = self.helper(f, owner, place)
+        others = self.w.arguments.get(name, {})
+        keywords = [ast.keyword(others.get(o.arg, o.arg), self.visit(o.value)) for o in node.keywords]
+        return ast.Call(name_of(name), args, keywords)
 
     def call_of_trainer(self, node):
         "A call of a method of the trainer"

@@ -134,6 +134,7 @@ class Writing:
         self.unpacked,self.pending = False,[]
         self.initial,self.helpers,self.needs = {},{},{} # By name: values, functions, and what must be given
         self.left_out,self.not_written,self.writers = {},[],{}
+        self.arguments = {} # By name of a function, other names of its arguments
         self._held = {} # Names of variables by the identity of what they hold at first
         self._owners = dict.fromkeys(self._beside(), self) # By identity: the variable that leads to it
 
