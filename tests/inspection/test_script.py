@@ -800,3 +800,49 @@ def test_methods_of_a_base_class_are_written(kind, monkeypatch):
 def test_a_property_of_a_base_class_is_refused():
     with pytest.raises(ValueError, match="AsksBaseCB.*base class.*Write out what is meant"):
         make_trainer([BasicTrainCB(), AsksBaseCB()]).to_script()
+
+
+# After a fit
+
+
+class LooksBackCB:
+    def after_backward(self, trainer):
+        n = len(trainer.history["train_loss"]) if trainer.epoch else 1
+        scale(trainer, 1 / (1 + n))
+
+
+class CountsRowsCB:
+    def after_backward(self, trainer):
+        scale(trainer, 1 / (1 + len(trainer.history)))
+
+
+class ReadsRowsCB:
+    def before_epoch(self, trainer):
+        self.n = len(trainer.history.rows)
+
+    def after_backward(self, trainer):
+        scale(trainer, 1 / (1 + self.n))
+
+
+def fitted(kind):
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(), kind()])
+    with redirect_stdout(io.StringIO()):
+        trainer.fit(1, 0.01)
+    return trainer
+
+
+@pytest.mark.parametrize("kind", [LooksBackCB, CountsRowsCB, ReadsRowsCB])
+def test_who_reads_the_history_of_an_earlier_fit_is_refused(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), MetricsCB(), kind()]), monkeypatch)
+    with pytest.raises(ValueError, match="rows of an earlier fit.*that has not been fitted"):
+        fitted(kind).to_script()
+
+
+class WritesCB:
+    def after_epoch(self, trainer):
+        trainer.history.write(seen=trainer.epoch)
+
+
+def test_who_only_writes_to_the_history_is_written_after_a_fit_as_well():
+    trainer = fitted(WritesCB)
+    assert {"fit": 1, "epoch": 0, "seen": 0}.items() <= run(trainer.to_script(), trainer, 1, 0.01)[0].items()

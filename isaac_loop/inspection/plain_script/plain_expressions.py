@@ -54,6 +54,8 @@ _DO_WITHOUT = 'Do without it, or leave the callback out'
 _SETS = 'Pass another one to `train`, or write that part by hand'
 _WHOLE = 'it hands `{}` itself on, or asks what it has', 'Use its attributes one by one'
 _NEWS = "{k: v for k, v in row.items() if k not in ('fit', 'epoch')}"
+_EARLIER = ('it reads the history, which has rows of an earlier fit',
+            'Write the script of a trainer that has not been fitted')
 _NO_CLASS = 'it asks for its base class', 'Write out what is meant'
 _PLAIN_SET = 'Keep what is set in a plain attribute'
 _CANCELLED = 'it asks how a span ended (`trainer.exception`)'
@@ -131,11 +133,16 @@ class Inline(ast.NodeTransformer):
         if name == 'epochs': return expression('range(n_epochs)')
         if name == 'total_updates': return expression(w.total_updates())
         if name in ('history', 'stop_reason'):
+            if name == 'history': self.check_new()
             w.note('history' if name == 'history' else 'reason')
             return name_of('history' if name == 'history' else 'stop')
         if name != 'exception': return None
         if w.leaves('step', 'batch', 'epoch', 'fit'): raise NotWritten(_CANCELLED)
         return ast.Constant(None)
+
+    def check_new(self):
+        "Refuse to read a history that has rows of a fit before, as that of a script begins anew"
+        if self.w.trainer.history.rows: raise NotWritten(*_EARLIER)
 
     def of_owner(self, owner, node):
         "An attribute of a callback, or a further one of the trainer"
@@ -162,7 +169,9 @@ class InlineHistory(Inline):
     def of_history(self, node):
         "Something that the history tells"
         self.w.note('history')
-        if node.attr == 'rows': return name_of('history')
+        if node.attr == 'rows':
+            self.check_new()
+            return name_of('history')
         if node.attr == 'current': return name_of('row')
         if node.attr == 'news': return expression(_NEWS)
         if node.attr == 'fit': return ast.Constant(self.w.trainer.history.fit+1)
@@ -175,6 +184,7 @@ class InlineHistory(Inline):
 
     def column(self, name):
         "All values of a column"
+        self.check_new()
         self.w.note('history')
         return expression(f'[past.get({ast.unparse(self.visit(name))}) for past in history]')
 
@@ -182,6 +192,7 @@ class InlineHistory(Inline):
         "A question to the history"
         name = node.func.attr
         if name == 'column': return self.column(node.args[0])
+        if name == 'latest': self.check_new()
         if name == 'latest': return self.of_row('history[-1].get', node)
         raise NotWritten(f'it calls `trainer.history.{name}`', _DO_WITHOUT)
 
