@@ -222,6 +222,7 @@ def _scopes(table):
 _OURS = __name__.partition('.')[0]
 _NOT_ALONE = ('The script would mention the library in `{}`, and could not stand alone. '
               'Write that part by hand.')
+_NO_PYTHON = 'The script would be no Python: {}. Leave out the callback from which that comes.'
 _UNKNOWN = 'The script would use `{}`, which nothing in it defines. Write that part by hand.'
 
 # %% ../../nbs/inspection/89_script.ipynb #a47bb73a
@@ -241,6 +242,7 @@ def to_script(self:Trainer,
             w,head,body = _rounds(self, kinds, partial)
             w.not_written[:0] = others
             text = _text(w, _finished(w, head, body))
+        _check_text(text, partial)
+    except SyntaxError as error: raise ValueError(_NO_PYTHON.format(error.msg)) from None
     finally: set_random_state(before) # Objects are made to see whether they are like those of a callback
-    _check_text(text, partial)
     return Script(text, w.left_out, w.needs, w.not_written)

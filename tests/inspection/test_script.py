@@ -846,3 +846,94 @@ class WritesCB:
 def test_who_only_writes_to_the_history_is_written_after_a_fit_as_well():
     trainer = fitted(WritesCB)
     assert {"fit": 1, "epoch": 0, "seen": 0}.items() <= run(trainer.to_script(), trainer, 1, 0.01)[0].items()
+
+
+# Variables around a function
+
+
+def counting_callback():
+    n = 0
+
+    def after_backward(trainer):
+        nonlocal n
+        n += 1
+        scale(trainer, 1 / n)
+
+    return after_backward
+
+
+def counter():
+    n = 0
+
+    def count():
+        nonlocal n
+        n += 1
+        return n
+
+    return count
+
+
+N_CALLS = 0
+
+
+def counted():
+    global N_CALLS
+    N_CALLS += 1
+    return N_CALLS
+
+
+class CounterCB:
+    def __init__(self):
+        self.count = counter()
+
+    def after_backward(self, trainer):
+        scale(trainer, 1 / self.count())
+
+
+class OfModuleCB:
+    def after_backward(self, trainer):
+        scale(trainer, 1 / counted())
+
+
+class OfClassCB:
+    n = 0
+
+    def after_backward(self, trainer):
+        OfClassCB.n += 1
+        scale(trainer, 1 / self.n)
+
+
+CHANGING = {
+    "a callback": (counting_callback, "it changes `n`, a variable of the function around it. Keep it"),
+    "a function that a callback holds": (CounterCB, "`count` changes `n`, a variable around it"),
+    "a function of the module": (OfModuleCB, "`counted` changes `N_CALLS`, a variable around it"),
+    "an attribute of the class": (
+        OfClassCB,
+        "sets an attribute of the class `OfClassCB`. Set that of `self`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_who_changes_a_variable_of_others_is_refused(name):
+    make, why = CHANGING[name]
+    with pytest.raises(ValueError, match=why):
+        make_trainer([BasicTrainCB(), make()]).to_script()
+    assert make_trainer([BasicTrainCB(), make()]).to_script(partial=True).not_written
+
+
+class CountsInsideCB:
+    def after_backward(self, trainer):
+        batch = 0
+
+        def count():
+            nonlocal batch
+            batch += 1
+            return batch
+
+        count()
+        scale(trainer, 1 / count())
+
+
+def test_a_variable_of_the_method_itself_is_written(monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), CountsInsideCB()]), monkeypatch)

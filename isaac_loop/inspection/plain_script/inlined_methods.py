@@ -17,7 +17,8 @@ from isaac_loop.inspection.plain_script.plain_lines import Known, Leave, NotFlat
 from isaac_loop.inspection.plain_script.plain_lines import is_pure, leaves
 from isaac_loop.inspection.plain_script.plain_lines import within, without_exits
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing, snake
-from isaac_loop.inspection.plain_script.source_of_values import bound_names, loaded_names
+from isaac_loop.inspection.plain_script.source_of_values import bound_names, changed_outside
+from isaac_loop.inspection.plain_script.source_of_values import loaded_names
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelException
 from isaac_loop.loop.events import CancelFitException, CancelStepException, callback_name
 from isaac_loop.loop.handlers import TrainersOwn
@@ -27,6 +28,7 @@ _SPAN = {CancelFitException: 'fit', CancelEpochException: 'epoch', CancelBatchEx
          CancelStepException: 'step'}
 _ONLY_CHECKS = 'check_monitored','check_name' # They refuse what cannot work, and do nothing else
 _WITH_ARGUMENTS = 'it runs callbacks with arguments of their own'
+_AROUND = 'it changes `{}`, a variable of the function around it', 'Keep it as an attribute of a callback'
 _NOT_KNOWN = 'which events it runs is not known beforehand'
 
 class InlineStatements(InlineCalls):
@@ -86,6 +88,11 @@ class InlineStatements(InlineCalls):
 
     def visit_Return(self, node): return ast.Return(None if node.value is None else self.visit(node.value))
     def visit_Global(self, node): raise NotWritten('it changes a variable of its module')
+    def visit_Nonlocal(self, node):
+        changed = changed_outside(node, self.method.f)
+        if changed: raise NotWritten(_AROUND[0].format(changed[0]), _AROUND[1])
+        return ast.Nonlocal([self.renamed.get(name, name) for name in node.names])
+
     def visit_ClassDef(self, node): raise NotWritten('it defines a class')
     def visit_Yield(self, node): raise NotWritten('it is a generator')
     visit_YieldFrom = visit_Await = visit_Yield

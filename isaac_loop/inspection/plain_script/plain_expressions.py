@@ -99,6 +99,7 @@ class Inline(ast.NodeTransformer):
         return node
 
     def visit_Attribute(self, node):
+        if not isinstance(node.ctx, ast.Load): self.check_class(node.value)
         if self.is_trainer(node.value): return self.of_trainer(node)
         if self.is_self(node.value): return self.of_owner(self.method.owner, node)
         if self.of_it(node.value, 'history'): return self.of_history(node)
@@ -108,6 +109,12 @@ class Inline(ast.NodeTransformer):
             other = self.w.trainer._named.get(inner.attr)
             if other is not None: return self.of_owner(other, node)
         return self.generic_visit(node)
+
+    def check_class(self, node):
+        "Refuse to set an attribute of a class, which changes what others read of it"
+        if not isinstance(node, ast.Name) or node.id in self.bound | self.trainers | {self.self_name}: return
+        if isinstance(self.method.outside(node.id), type):
+            raise NotWritten(f'it sets an attribute of the class `{node.id}`', 'Set that of `self`')
 
     def of_trainer(self, node):
         "An attribute of the trainer"

@@ -48,6 +48,9 @@ _KEYWORDS = ('and as assert async await break class continue def del elif else e
 class NoSource(Exception):
     "A value cannot be written out; the text says why"
 
+class NotAlone(Exception):
+    "A function changes variables of others, so that neither its source nor the function itself will do"
+
 _OURS = __name__.partition('.')[0]
 
 def _is_installed(module):
@@ -198,6 +201,8 @@ def _define(self:Sources, name, f):
     "Write the source of a function or a class"
     tree = _source(f)
     if isinstance(tree, ast.Lambda): return self._with_outside(tree, f, name)
+    changed = changed_outside(tree, f)
+    if changed: raise NotAlone(f'`{name}` changes `{changed[0]}`, a variable around it')
     new = self.names.new(name)
     self._brought[id(f)] = new,f # It may call itself
     tree.name = new
@@ -232,6 +237,17 @@ def function(self:Sources,
     name = self.names.new(wish)
     define = ast.FunctionDef(name, tree.args, [ast.Return(tree.body)], [], lineno=0)
     return self._remember(name, f, lambda name: ast.unparse(ast.fix_missing_locations(define)))
+
+def changed_outside(
+    tree:ast.AST, # The source of `f`
+    f, # A function or a class
+)->list:
+    "Names that `global` or `nonlocal` lets `f` change"
+    members = list(vars(f).values()) if isinstance(f, type) else [f]
+    codes = [o.__code__ for o in map(inspect.unwrap, members) if isinstance(o, FunctionType)]
+    free = {name for code in codes for name in code.co_freevars}
+    nodes = [o for o in ast.walk(tree) if isinstance(o, (ast.Global, ast.Nonlocal))]
+    return [name for o in nodes for name in o.names if isinstance(o, ast.Global) or name in free]
 
 def _source(f):
     "The tree of a function, a class or a lambda"

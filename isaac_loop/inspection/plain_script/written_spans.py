@@ -16,7 +16,7 @@ from isaac_loop.inspection.plain_script.known_callbacks import is_ours, kind_of
 from isaac_loop.inspection.plain_script.plain_lines import Leave, NotFlat, coming_from, leaves, lines, within
 from isaac_loop.inspection.plain_script.plain_lines import without_exits
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
-from isaac_loop.inspection.plain_script.source_of_values import NoSource
+from isaac_loop.inspection.plain_script.source_of_values import NoSource, NotAlone
 from isaac_loop.loop.handlers import has_own_batch
 from isaac_loop.loop.duplicate_steps import Watched
 from isaac_loop.loop.events import STEPS, callback_name
@@ -37,7 +37,7 @@ def written(self:Writing, callback, handler, event):
         if isinstance(callback, TrainersOwn): block = self._of_trainer(callback, handler, event)
         elif is_ours(f) and not isinstance(callback, TrainersOwn): block = self.built_in(callback, event)
         else: block = inlined(self, callback, handler, event, self.expand)
-    except (NotWritten, NoSource) as error: return self._refused(callback, event, error)
+    except (NotWritten, NoSource, NotAlone) as error: return self._refused(callback, event, error)
     block,self.pending = self.pending+block,[]
     waits = kind_of(callback) == 'AccumulationCB' # Its steps come later, and none is lost
     for node in within(block):
@@ -147,7 +147,7 @@ def _own_batch(self:Writing):
     try:
         block = statements_of(self, Method(f, self.trainer, trainer=False), self.expand)
         block,self.pending = self.pending+block,[]
-    except (NotWritten, NoSource) as error:
+    except (NotWritten, NoSource, NotAlone) as error:
         return self._refused(TrainersOwn(type(self.trainer)), 'one_batch', error)
     for node in within(block):
         if isinstance(node, Leave): self.note('leave', node.span, self.training)
