@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
 from torcheval.metrics import MulticlassAccuracy
 
 import isaac_loop.callbacks as library
@@ -937,3 +938,38 @@ class CountsInsideCB:
 
 def test_a_variable_of_the_method_itself_is_written(monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), CountsInsideCB()]), monkeypatch)
+
+
+# Streams
+
+
+class Stream(IterableDataset):
+    def __init__(self, n=7):
+        self.n = n
+
+    def __iter__(self):
+        yield from ((torch.ones(4, 8) * i / 7, torch.tensor([0, 1, 2, i % 3])) for i in range(self.n))
+
+
+class UsedUp(Stream):
+    "Goes on from where somebody stopped"
+
+    def __init__(self):
+        super().__init__(40)
+        self.batches = super().__iter__()
+
+    def __iter__(self):
+        for _ in range(5):
+            yield next(self.batches)
+
+
+def stream_trainer(stream, *callbacks):
+    set_seed(3)
+    dls = DataLoaders(DataLoader(stream(), None), DataLoader(stream(), None))
+    return Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(8, 3), [BasicTrainCB(), *callbacks])
+
+
+@pytest.mark.parametrize("stream", [Stream, UsedUp])
+@pytest.mark.parametrize("callbacks", [[], [PARTS["accumulation"], accuracy]], ids=["plain", "gathered"])
+def test_a_stream_is_written_and_loses_no_batch(stream, callbacks, monkeypatch):
+    both(lambda: stream_trainer(stream, *(make() for make in callbacks)), monkeypatch)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/08_script_writing.ipynb #dacf7718
-import inspect, re
+import copy, inspect, re
 from types import MemberDescriptorType, SimpleNamespace
 
 from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
@@ -14,6 +14,7 @@ from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource,
 from isaac_loop.inspection.swap import Otherwise, StandIn
 from isaac_loop.inspection.watched_calls import alters
 from isaac_loop.loop.events import STEPS, callback_name
+from isaac_loop.loop.passes import n_batches as known_length
 from isaac_loop.loop.plan import Plan
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.snapshot import Snapshot
@@ -45,6 +46,9 @@ def first_batch(
     "The first batch of a loader, which is afterwards as it was"
     if isinstance(dl, (list, tuple)): return dl[0] if dl else None
     if not hasattr(dl, '__len__') or hasattr(dl, '__next__'): return None
+    if known_length(dl) is None: # A stream, which may be used up
+        try: dl = copy.deepcopy(dl)
+        except Exception: return None
     before = Snapshot(SimpleNamespace(callbacks=[], dls=trainer.dls))
     try: return next(iter(dl), None)
     finally: before.restore()
@@ -121,7 +125,7 @@ class Writing:
         self.plan = Plan(type(trainer))
         self.plan.changes = *filter(alters, trainer.plan.changes), self._swapped
         self.plan.build(trainer.callbacks)
-        self.has_length,self.has_after_epoch = hasattr(trainer.dls.train, '__len__'),False
+        self.has_length,self.has_after_epoch = known_length(trainer.dls.train) is not None,False
         self.facts,self.found,self.partial = facts,set(),partial
         forms = [form for form in passes.values() if form]
         parts = [name.strip('*') for form in forms for name in (*form.inputs, *form.targets)]
@@ -350,6 +354,6 @@ def n_batches(self:Writing)->str:
     "How many batches the pass has, as an expression; None if nobody knows"
     dl,name = (self.trainer.dls.train, 'train_dl') if self.training else (self.trainer.dls.valid, 'valid_dl')
     limits = [str(fact[2]) for fact in sorted(self.facts, key=str) if fact[:2] == ('limit', self.training)]
-    known = [f'len({name})'] if hasattr(dl, '__len__') else []
+    known = [f'len({name})'] if known_length(dl) is not None else []
     if not known and not limits: return 'None'
     return (known+limits)[0] if len(known+limits) == 1 else f'min({", ".join(known+limits)})'
