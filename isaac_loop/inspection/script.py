@@ -67,9 +67,10 @@ def _leave_out(w, cb):
 def _without_early(head, body):
     "Leave out first values that are set anew before they are read"
     found = []
-    for node in head:
+    for i,node in enumerate(head):
         target = only_target(node) if isinstance(node, ast.Assign) else None
-        if target is None or not _is_set_first(target, body): found.append(node)
+        is_read = any(target in loaded_names(o) for o in head[i+1:])
+        if target is None or is_read or not _is_set_first(target, body): found.append(node)
     return found
 
 def _is_set_first(name, block):

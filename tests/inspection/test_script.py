@@ -723,7 +723,22 @@ def harder_trainer():
     return trainer
 
 
+class ApartLaterCB:
+    "Two names for one list, until a fit begins"
+
+    def __init__(self):
+        self.first = [1]
+        self.second = self.first
+
+    def before_fit(self, trainer):
+        self.first = [5]
+
+    def after_backward(self, trainer):
+        scale(trainer, 1 / (self.first[0] + self.second[0]))
+
+
 SHARED = {
+    "a list under two names": lambda: make_trainer([BasicTrainCB(), ApartLaterCB()]),
     "a list in a tuple": lambda: make_trainer([BasicTrainCB(), AliasCB()]),
     "a list that is there twice": lambda: make_trainer([BasicTrainCB(), TwiceCB()]),
     "a list of the module": lambda: make_trainer([BasicTrainCB(), LogsCB()]),

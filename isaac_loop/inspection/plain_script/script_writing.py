@@ -169,7 +169,8 @@ class Writing:
         trainer,dls = self.trainer,self.trainer.dls
         given = [getattr(dls, 'train', None), getattr(dls, 'valid', None)]
         given += [trainer.model, trainer.loss_func, trainer.opt_func]
-        return reached(given, {id(trainer), *map(id, trainer.callbacks)})
+        closed = {id(trainer), *map(id, trainer.callbacks)}
+        return [key for part in given for key in reached(part, closed)]
 
     def may_write(self,
         value, # Anything that is to be in the script
@@ -179,8 +180,8 @@ class Writing:
         callbacks = {id(cb): cb for cb in self.trainer.callbacks}
         inside = reached(value, {id(self.trainer), *callbacks})
         if id(self.trainer) in inside: raise NotWritten('it holds the trainer itself')
-        for name in (callback_name(callbacks[key]) for key in inside if key in callbacks):
-            raise NotWritten(_HOLDS[0].format(name), _HOLDS[1].format(name))
+        name = next((callback_name(callbacks[key]) for key in inside if key in callbacks), None)
+        if name: raise NotWritten(_HOLDS[0].format(name), _HOLDS[1].format(name))
         shared = {key for key in inside if self._owners.setdefault(key, owner) != owner} | repeated(value)
         known = {key for key in inside if self.knows('given', key)}
         for key in shared | known: self.note('given', key)

@@ -332,8 +332,8 @@ def reached(
 )->dict: # By identity
     "What changes, and can be reached from `value`: containers, and objects with attributes"
     found,seen,todo = {},set(),[value]
-    while todo and len(seen) < _MANY:
-        x = todo.pop()
+    for x in todo: # What is near comes first
+        if len(seen) >= _MANY or len(todo) > 10*_MANY: break
         if isinstance(x, _ATOMS) or id(x) in seen: continue
         seen.add(id(x))
         if type(x) not in (tuple, frozenset, partial, MethodType): found[id(x)] = x
