@@ -988,3 +988,107 @@ def stream_trainer(stream, *callbacks):
 @pytest.mark.parametrize("callbacks", [[], [PARTS["accumulation"], accuracy]], ids=["plain", "gathered"])
 def test_a_stream_is_written_and_loses_no_batch(stream, callbacks, monkeypatch):
     both(lambda: stream_trainer(stream, *(make() for make in callbacks)), monkeypatch)
+
+
+# Callbacks of the library that others ask, and functions that are given to them
+
+
+class SetsLimitCB:
+    def before_fit(self, trainer):
+        trainer.ClipGradCB.limit = 0.01
+
+
+class GathersMoreCB:
+    def before_epoch(self, trainer):
+        trainer.AccumulationCB.n_batches = 1 + trainer.epoch
+
+
+class LowersLimitCB(ClipGradCB):
+    def before_fit(self, trainer):
+        self.limit = 0.01
+
+
+class AsksProgressCB:
+    def after_backward(self, trainer):
+        scale(trainer, 1 + len(trainer.ProgressCB._lines))
+
+
+class AsksModelCB:
+    def after_backward(self, trainer):
+        scale(trainer, trainer.GradientStatsCB.share)
+
+
+class OwnStatsCB(GradientStatsCB):
+    name = "GradientStatsCB"
+
+    def after_predict(self, trainer):
+        self.share = 0.5
+
+
+ASKING = {
+    "a limit that is set": (lambda: [ClipGradCB(1.0), SetsLimitCB()], "uses `limit` of `ClipGradCB`"),
+    "a limit of one's own": (lambda: [LowersLimitCB(1.0)], "uses `limit` of `ClipGradCB`"),
+    "a number that is set": (lambda: [AccumulationCB(2), GathersMoreCB()], "sets `n_batches` of `Accumulat"),
+    "lines of a report": (lambda: [ProgressCB("plain"), AsksProgressCB()], "uses `_lines` of `ProgressCB`"),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_who_asks_a_callback_of_the_library_for_more_than_its_script_has_is_refused(name):
+    make, why = ASKING[name]
+    with pytest.raises(ValueError, match=why):
+        make_trainer([BasicTrainCB(), *make()]).to_script()
+
+
+def test_an_attribute_of_ones_own_on_a_callback_of_the_library_is_written(monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), OwnStatsCB(), AsksModelCB()]), monkeypatch)
+
+
+def louder(seen, batch):
+    seen.append(1)
+    return batch[0] * (1 + len(seen) / 10), batch[1]
+
+
+class Weighs:
+    n = 0
+
+    def __call__(self, batch):
+        self.n += 1
+        return self.n
+
+
+class Louder(Weighs):
+    def __call__(self, batch):
+        self.n += 1
+        return batch[0] * self.n, batch[1]
+
+
+class LouderYetCB:
+    def __init__(self, transform):
+        self.transform = transform
+
+    def after_batch(self, trainer):
+        self.transform.n += 0.5
+
+
+def with_louder():
+    transform = Louder()
+    return [BatchTransformCB(transform), LouderYetCB(transform)]
+
+
+COUNTING = {
+    "a partial with a list": lambda: [BatchTransformCB(functools.partial(louder, []))],
+    "a weight": lambda: [AccumulationCB(2, weigh=Weighs())],
+    "a transform of two": with_louder,
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_functions_that_count_their_calls_are_called_as_often(name, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), *COUNTING[name]()]), monkeypatch)
+
+
+def test_no_function_is_called_while_a_script_is_written():
+    weigh = Weighs()
+    make_trainer([BasicTrainCB(), AccumulationCB(2, weigh=weigh)]).to_script()
+    assert weigh.n == 0

@@ -180,6 +180,15 @@ def writer(self:Writing,
         self.writers[id(callback)] = WRITTEN[kind_of(callback)](callback, self)
     return self.writers[id(callback)]
 
+@patch
+def attribute(self:Writing,
+    callback, # Any, or the trainer
+    name:str, # Of an attribute
+)->str: # An expression
+    "What an attribute of a callback of the library is in the script; None for one of the user's own"
+    if self.is_written(callback): return self.writer(callback).attribute(name)
+    return steps.Lines(callback, self).attribute(name) if kind_of(callback) else None
+
 _FROM_BASE = 'its method comes from a base class of the library', 'Write the method in the callback itself'
 
 @patch

@@ -11,6 +11,7 @@ import ast, inspect, types
 from isaac_loop.inspection.plain_script.callback_source import Method, own_method
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
 from isaac_loop.inspection.plain_script.source_of_values import NoSource, bound_names
+from isaac_loop.loop.events import callback_name
 
 # %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #2a5f6a8e
 def name_of(text, ctx=None):
@@ -154,10 +155,12 @@ class Inline(ast.NodeTransformer):
     def of_owner(self, owner, node):
         "An attribute of a callback, or a further one of the trainer"
         w,name = self.w,node.attr
-        known = w.writer(owner).attribute(name) if w.is_written(owner) else None
-        if known is not None: return expression(known)
+        known,sets = w.attribute(owner, name),not isinstance(node.ctx, ast.Load)
+        if known is not None and sets and not known.isidentifier():
+            raise NotWritten(f'it sets `{name}` of `{callback_name(owner)}`', _DO_WITHOUT)
+        if known is not None: return name_of(known, node.ctx) if sets else expression(known)
         static = inspect.getattr_static(type(owner), name, None)
-        if not isinstance(node.ctx, ast.Load): self.check_set(owner, static, name)
+        if sets: self.check_set(owner, static, name)
         if type(static) is property: return ast.Call(name_of(self.helper(static.fget, owner)), [], [])
         is_method = own_method(owner, name) or isinstance(static, classmethod)
         if is_method: raise NotWritten(f'it hands its method `{name}` on')

@@ -6,11 +6,14 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/15_written_names.ipynb #d3e26f30
+from functools import partial
+
 from fastcore.basics import patch
 
 from .inlined_methods import helper
 from .plain_lines import lines
 from .script_writing import NotWritten, Writing
+from .source_of_values import NoSource, reached
 from ...loop.events import callback_name
 from ...loop.shared_attributes import offered
 from ...loop.trainer import Trainer
@@ -35,8 +38,10 @@ def function(self:Writing, f, wish)->str: # What it is called in the script
     "A function of the user's"
     of_loaders = getattr(f, '__self__', None) is self.trainer.dls
     if of_loaders: return helper(self, f.__func__, f.__self__, self.expand)
-    name = self.sources.function(f, wish) if callable(f) and hasattr(f, '__name__') else self.value(f, wish)
-    return name
+    if callable(f) and hasattr(f, '__name__'): return self.sources.function(f, wish)
+    if not (isinstance(f, partial) and reached(f)): return self.value(f, wish)
+    try: return self.sources.bring(wish, f) # Not made anew with each call
+    except NoSource: return self.need(f, wish)
 
 @patch
 def split_call(self:Writing)->str:

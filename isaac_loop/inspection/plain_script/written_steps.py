@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #b2c84fdb
-import functools, inspect, math
+import copy, functools, inspect, math
 
 from torch.optim import Optimizer
 
@@ -139,6 +139,7 @@ class Accumulation(Lines):
                      f'    for p, _ in {aside}:\n        p.grad = None\n')
         if self.cb.weigh in ('mean', 'sum'): return text
         first,weight,rows = self.name('first'),self.name('weight'),self._count()
+        if callable(self.cb.weigh): text,rows = f'{text}{weight} = {rows}\n',weight # Asked once
         return text + (f'if {gathered} == 0:\n    {first} = {rows}\n{weight} = {rows} / {first}\n'
                        f'{true_loss} = loss\nloss = loss * {weight}')
 
@@ -147,7 +148,8 @@ class Accumulation(Lines):
         if self.cb.weigh == 'samples': return self.w.rows()
         parts = self.w.form().parts
         self.w.note('batch', True)
-        if parts is None or hasattr(self.cb.weigh(self.w.seen[True]), 'shape'): raise NotWritten(*_IS_TENSOR)
+        weigh = copy.deepcopy(self.cb.weigh) # An object may count
+        if parts is None or hasattr(weigh(self.w.seen[True]), 'shape'): raise NotWritten(*_IS_TENSOR)
         return f'{self.w.function(self.cb.weigh, "weigh")}(batch)'
 
     def after_backward(self):
