@@ -509,8 +509,24 @@ class HeldCB:
         trainer.loss = trainer.loss + self.k * self.act(self.kind()(trainer.preds)).mean()
 
 
-@pytest.mark.parametrize("kind", [SlotsCB, HeldCB])
-def test_attributes_in_slots_and_of_classes_are_written(kind, monkeypatch):
+class OnTrainerCB:
+    def before_batch(self, trainer):
+        trainer.share = 1 / (1 + trainer.batch_num)
+
+    def after_backward(self, trainer):
+        scale(trainer, trainer.share)
+
+
+class LaterCB(EMACB):
+    "Sets what its class does not have, and that class knows old names"
+
+    def after_backward(self, trainer):
+        self.share = 0.5
+        scale(trainer, self.share)
+
+
+@pytest.mark.parametrize("kind", [SlotsCB, HeldCB, OnTrainerCB, LaterCB])
+def test_attributes_that_are_only_held_are_written(kind, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
 
 

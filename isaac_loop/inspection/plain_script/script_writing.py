@@ -246,9 +246,14 @@ def held_by(
     if hasattr(type(found), '__set__'): raise _computed(attribute)
     if attribute in own: return own[attribute]
     if isinstance(found, staticmethod): return found.__func__
-    is_asked = hasattr(kind, '__getattr__') if found is missing else hasattr(type(found), '__get__')
+    is_asked = _gives_any(kind) if found is missing else hasattr(type(found), '__get__')
     if is_asked: raise _computed(attribute)
     return found
+
+def _gives_any(kind):
+    "Whether a class has a `__getattr__` that may give something, and not only words for what is missing"
+    looks = [vars(o)['__getattr__'] for o in kind.__mro__ if '__getattr__' in vars(o)]
+    return not all(o is Trainer.__getattr__ or getattr(o, 'only_tells', False) for o in looks)
 
 def _computed(attribute): return NotWritten(_COMPUTED[0].format(attribute), _COMPUTED[1])
 

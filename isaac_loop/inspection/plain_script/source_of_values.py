@@ -247,7 +247,7 @@ def changed_outside(
     codes = [o.__code__ for o in map(inspect.unwrap, members) if isinstance(o, FunctionType)]
     free = {name for code in codes for name in code.co_freevars}
     nodes = [o for o in ast.walk(tree) if isinstance(o, (ast.Global, ast.Nonlocal))]
-    return [name for o in nodes for name in o.names if isinstance(o, ast.Global) or name in free]
+    return [name for node in nodes for name in node.names if isinstance(node, ast.Global) or name in free]
 
 def _source(f):
     "The tree of a function, a class or a lambda"
