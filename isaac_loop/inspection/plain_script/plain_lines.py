@@ -134,10 +134,23 @@ def without_unused(
         own = {id(name) for node in within(block) for name in _of_itself(node)}
         inner = [name for node in block for name in ast.walk(node) if isinstance(name, ast.Name)]
         names = [o for o in inner if id(o) not in own]
-        used = {o.id for o in names if not isinstance(o.ctx, ast.Store)}
+        used = {o.id for o in names if not isinstance(o.ctx, ast.Store)} | _in_place(block)
         kept = _kept(block, used)
         if kept is None: return block
         block = kept
+
+def _in_place(block):
+    "Names that are added to and may hold more than a number, so that others see it"
+    nodes = [inner for node in block for inner in ast.walk(node)]
+    added = [o.target for o in nodes if isinstance(o, ast.AugAssign) and isinstance(o.target, ast.Name)]
+    numbers = [o for o in nodes if isinstance(o, ast.Assign) and only_target(o) and _is_number(o.value)]
+    known = {id(o) for o in added} | {id(o.targets[0]) for o in numbers}
+    stored = [o for o in nodes if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)]
+    others = {o.id for o in stored if id(o) not in known} | {o.arg for o in nodes if isinstance(o, ast.arg)}
+    begun = {o.targets[0].id for o in numbers}
+    return {o.id for o in added if o.id in others or o.id not in begun}
+
+def _is_number(node): return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 def _kept(block, used):
     "`block` without assignments to names that are not `used`; None if there are none"
