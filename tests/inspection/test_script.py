@@ -6,6 +6,7 @@ library is not at hand; and what it cannot write is refused by name.
 
 import ast
 import builtins
+import enum
 import io
 import functools
 import random
@@ -1108,3 +1109,134 @@ def test_no_function_is_called_while_a_script_is_written():
     weigh = Weighs()
     make_trainer([BasicTrainCB(), AccumulationCB(2, weigh=weigh)]).to_script()
     assert weigh.n == 0
+
+
+# What is added to in place
+
+
+class InPlaceCB:
+    def after_backward(self, trainer):
+        for p in trainer.model.parameters():
+            grad = p.grad
+            grad *= 0.5
+
+
+class FirstInPlaceCB:
+    def after_backward(self, trainer):
+        grad = next(trainer.model.parameters()).grad
+        grad += 1
+
+
+class ListInPlaceCB:
+    def __init__(self):
+        self.seen = [0]
+
+    def after_backward(self, trainer):
+        seen = self.seen
+        seen += [1]
+        scale(trainer, 1 / len(self.seen))
+
+
+class ViewCB:
+    def __init__(self):
+        self.counts = torch.ones(3)
+        self.first = self.counts[:1]
+
+    def after_backward(self, trainer):
+        self.counts += 1
+        scale(trainer, 1 / self.first.item())
+
+
+@pytest.mark.parametrize("kind", [InPlaceCB, FirstInPlaceCB, ListInPlaceCB, ViewCB])
+def test_what_is_added_to_in_place_stays_in_the_script(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
+
+
+class TotalCB:
+    def before_fit(self, trainer):
+        self.total = 0.0
+
+    def after_get_loss(self, trainer):
+        self.total += 0.5
+
+
+def test_a_number_that_nobody_reads_is_left_out():
+    assert "total" not in str(make_trainer([BasicTrainCB(), TotalCB()]).to_script())
+
+
+# Classes and functions of one's own
+
+
+class Block(nn.Linear):
+    pass
+
+
+def is_block(module):
+    return isinstance(module, Block)
+
+
+class BlocksCB:
+    def after_backward(self, trainer):
+        for module in trainer.model.modules():
+            if isinstance(module, Block):
+                module.weight.grad *= 0.5
+
+
+class BlocksToldCB:
+    def after_backward(self, trainer):
+        for module in trainer.model.modules():
+            if is_block(module):
+                module.weight.grad *= 0.5
+
+
+class Kind(enum.Enum):
+    HALF, WHOLE = 0.5, 1.0
+
+
+class KindCB:
+    def __init__(self):
+        self.kind = Kind.HALF
+
+    def after_backward(self, trainer):
+        scale(trainer, 0.5 if self.kind is Kind.HALF else 1.0)
+
+
+def counted_by_itself():
+    counted_by_itself.n += 1
+    return counted_by_itself.n
+
+
+class CountsBySelfCB:
+    def __init__(self):
+        counted_by_itself.n = 0
+
+    def after_backward(self, trainer):
+        scale(trainer, 1 / counted_by_itself())
+
+
+def blocks_trainer(kind):
+    set_seed(2)
+    dls = DataLoaders(exact_loader(Rows(20, augment=False), 8), exact_loader(Rows(9, augment=False), 4))
+    return Trainer(dls, F.cross_entropy, optim.SGD, Block(8, 3), [BasicTrainCB(), kind()])
+
+
+@pytest.mark.parametrize("kind", [BlocksCB, BlocksToldCB, KindCB, CountsBySelfCB])
+def test_classes_and_functions_are_the_same_in_a_script(kind, monkeypatch):
+    both(lambda: blocks_trainer(kind), monkeypatch)
+
+
+class GrowsCB:
+    def counted(self, seen=[]):  # noqa: B006 - That is what is tested
+        seen.append(1)
+        return len(seen)
+
+    def after_backward(self, trainer):
+        scale(trainer, 1 / self.counted())
+
+
+def test_a_default_that_has_grown_is_refused():
+    trainer = make_trainer([BasicTrainCB(), GrowsCB()])
+    trainer.to_script()
+    trainer.fit(1, 0.01)
+    with pytest.raises(ValueError, match="has a default that has changed. Keep what changes as an attribute"):
+        trainer.to_script()

@@ -10,13 +10,14 @@ import ast, copy, inspect, types
 
 from isaac_loop.basics.source_code import syntax_tree
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
-from isaac_loop.inspection.plain_script.source_of_values import value_of
+from isaac_loop.inspection.plain_script.source_of_values import changed_default, value_of
 
 # %% ../../../nbs/inspection/plain_script/10_callback_source.ipynb #02bc8d83
 # Decorators that say nothing about what a method does
 _IGNORED = 'replaces','fills_in','patch','staticmethod','property','with_cbs'
 _NO_FUNCTION = 'it is no plain function, and has no source'
 _LAMBDA = 'it is a lambda', 'Write it as a function with a name'
+_DEFAULT = 'it has a default that has changed', 'Keep what changes as an attribute'
 _NO_SOURCE = 'its source cannot be read', 'Define it in a file or in a cell of a notebook'
 
 class Method:
@@ -30,6 +31,7 @@ class Method:
         self.f = plain_function(f)
         if not isinstance(self.f, types.FunctionType): raise NotWritten(_NO_FUNCTION)
         self.tree = self._read()
+        if changed_default(self.tree, self.f): raise NotWritten(*_DEFAULT)
         arguments = self.tree.args
         names = [o.arg for o in (*arguments.posonlyargs, *arguments.args)]
         self.self_name = names.pop(0) if self.owner is not None and names else None

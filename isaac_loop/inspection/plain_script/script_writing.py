@@ -140,7 +140,9 @@ class Writing:
         self.left_out,self.not_written,self.writers = {},[],{}
         self.arguments = {} # By name of a function, other names of its arguments
         self._held = {} # Names of variables by the identity of what they hold at first
-        self._owners = dict.fromkeys(self._beside(), self) # By identity: the variable that leads to it
+        beside = self._beside()
+        self._owners = dict.fromkeys(beside, self) # By identity: the variable that leads to it
+        self._kinds = {kind for thing in beside.values() for kind in type(thing).__mro__}
 
     def meant(self,
         event:str, # Of the plan
@@ -170,13 +172,14 @@ class Writing:
         given = [getattr(dls, 'train', None), getattr(dls, 'valid', None)]
         given += [trainer.model, trainer.loss_func, trainer.opt_func]
         closed = {id(trainer), *map(id, trainer.callbacks)}
-        return [key for part in given for key in reached(part, closed)]
+        return {key: thing for part in given for key,thing in reached(part, closed).items()}
 
     def may_write(self,
         value, # Anything that is to be in the script
         owner, # What it belongs to there
     )->bool:
         "Whether `value` may be written; if others hold a part of it, all must be given the one thing"
+        if isinstance(value, type): return value not in self._kinds # Of which the model has objects, say
         callbacks = {id(cb): cb for cb in self.trainer.callbacks}
         inside = reached(value, {id(self.trainer), *callbacks})
         if id(self.trainer) in inside: raise NotWritten('it holds the trainer itself')
@@ -185,7 +188,7 @@ class Writing:
         shared = {key for key in inside if self._owners.setdefault(key, owner) != owner} | repeated(value)
         known = {key for key in inside if self.knows('given', key)}
         for key in shared | known: self.note('given', key)
-        return not known
+        return not (shared or known)
 
     def note(self, *fact):
         "Find something out for the next round"

@@ -100,6 +100,7 @@ def value_of(
     "What a name outside of `f` stands for"
     members = list(vars(f).values()) if isinstance(f, type) else [f]
     functions = [o for o in map(inspect.unwrap, members) if isinstance(o, FunctionType)]
+    if isinstance(f, type): functions = [o for o in functions if o.__module__ == f.__module__] # Written in it
     for function in functions:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
         if name in cells: return cells[name].cell_contents
@@ -165,8 +166,8 @@ class Sources:
         if isinstance(value, ModuleType): return self._import(name, value, value.__name__, None)
         found = address(value) if callable(value) else None
         if found: return self._import(found[1] if name == '<lambda>' else name, value, *found)
-        if isinstance(value, (FunctionType, type)): return self._define(name, value)
         if not self.may_write(value, id(value)): raise NoSource(f'`{name}` has other owners')
+        if isinstance(value, (FunctionType, type)): return self._define(name, value)
         is_foreign = callable(value) and hasattr(value, '__name__')
         if is_foreign: raise NoSource(f'`{name}` is not written in Python')
         text = self.of(value)
@@ -201,12 +202,16 @@ def _define(self:Sources, name, f):
     "Write the source of a function or a class"
     tree = _source(f)
     if isinstance(tree, ast.Lambda): return self._with_outside(tree, f, name)
+    if isinstance(f, FunctionType) and _has_state(tree, f): raise NoSource(f'`{name}` keeps something')
     changed = changed_outside(tree, f)
     if changed: raise NotAlone(f'`{name}` changes `{changed[0]}`, a variable around it')
     new = self.names.new(name)
     self._brought[id(f)] = new,f # It may call itself
     tree.name = new
-    text = self._with_outside(tree, f, name)
+    try: text = self._with_outside(tree, f, name)
+    except Exception:
+        del self._brought[id(f)]
+        raise
     return self._remember(new, f, lambda name: text)
 
 @patch
@@ -237,6 +242,25 @@ def function(self:Sources,
     name = self.names.new(wish)
     define = ast.FunctionDef(name, tree.args, [ast.Return(tree.body)], [], lineno=0)
     return self._remember(name, f, lambda name: ast.unparse(ast.fix_missing_locations(define)))
+
+def _has_state(tree, f):
+    "Whether a function has attributes, or a default that has changed"
+    return vars(f).keys() - {'__wrapped__'} or changed_default(tree, inspect.unwrap(f))
+
+def changed_default(
+    tree:ast.FunctionDef, # The source of `f`
+    f:FunctionType, # Itself
+)->bool:
+    "Whether a default of a function is not what its source says, such as a list that has grown"
+    arguments = tree.args
+    by_name = {arg.arg: node for arg,node in zip(arguments.kwonlyargs, arguments.kw_defaults)}
+    pairs = [*zip(reversed(arguments.defaults), reversed(f.__defaults__ or ()))]
+    pairs += [(by_name[name], value) for name,value in (f.__kwdefaults__ or {}).items() if name in by_name]
+    for node,value in pairs:
+        try: written = ast.literal_eval(node)
+        except ValueError: continue
+        if type(value) is not type(written) or value != written: return True
+    return False
 
 def changed_outside(
     tree:ast.AST, # The source of `f`
@@ -322,7 +346,8 @@ def _alike(a, b):
     return _alike(vars(a), vars(b))
 
 # %% ../../../nbs/inspection/plain_script/02_source_of_values.ipynb #25731699
-_ATOMS = (*_SIMPLE, float, torch.Tensor, enum.Enum, ModuleType, FunctionType, BuiltinFunctionType, type)
+_ATOMS = (*_SIMPLE, float, torch.Tensor, enum.Enum, ModuleType, FunctionType, type)
+_PASSED_ON = tuple,frozenset,partial,MethodType,BuiltinFunctionType # They do not change themselves
 _LISTED = list,tuple,set,frozenset,deque
 _MANY = 10_000 # Nobody looks at more
 
@@ -336,13 +361,13 @@ def reached(
         if len(seen) >= _MANY or len(todo) > 10*_MANY: break
         if isinstance(x, _ATOMS) or id(x) in seen: continue
         seen.add(id(x))
-        if type(x) not in (tuple, frozenset, partial, MethodType): found[id(x)] = x
+        if type(x) not in _PASSED_ON: found[id(x)] = x
         if id(x) not in closed: todo += _inside(x)
     return found
 
 def _inside(x):
     "What an object leads to at once"
-    if isinstance(x, MethodType): return [x.__self__]
+    if isinstance(x, (MethodType, BuiltinFunctionType)): return [x.__self__]
     if isinstance(x, partial): return [x.func, *x.args, *x.keywords.values()]
     kind = next((o for o in (dict, *_LISTED) if isinstance(x, o)), None)
     if kind and kind.__len__(x) > _MANY: return []
@@ -365,7 +390,7 @@ def repeated(
         if not todo: break
         x = todo.pop()
         if isinstance(x, _ATOMS): continue
-        is_plain = type(x) in (tuple, frozenset, partial)
+        is_plain = type(x) in _PASSED_ON
         if id(x) in seen and not is_plain: twice.add(id(x))
         elif isinstance(x, (dict, partial, *_LISTED)): todo += _inside(x)
         seen.add(id(x))
