@@ -1147,7 +1147,18 @@ class ViewCB:
         scale(trainer, 1 / self.first.item())
 
 
-@pytest.mark.parametrize("kind", [InPlaceCB, FirstInPlaceCB, ListInPlaceCB, ViewCB])
+class TakesCB:
+    "Takes numbers out of an iterator that it does not look at"
+
+    def __init__(self):
+        self.numbers = iter(range(1, 100))
+
+    def after_backward(self, trainer):
+        taken = list(self.numbers) if trainer.batch_num == 5 else []  # noqa: F841 - That is what is tested
+        scale(trainer, 1 / next(self.numbers, 7))
+
+
+@pytest.mark.parametrize("kind", [TakesCB, InPlaceCB, FirstInPlaceCB, ListInPlaceCB, ViewCB])
 def test_what_is_added_to_in_place_stays_in_the_script(kind, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
 

@@ -116,15 +116,18 @@ def _like(old, new):
 # %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #ced8b538
 _PURE = {'len', 'min', 'max', 'range', 'float', 'int', 'list', 'dict', 'math.ceil',
          'time.perf_counter', 'time.monotonic'}
+_ONE_BY_ONE = 'list','dict','min','max' # Of one argument, which may be an iterator
 
 def is_pure(
     expression:ast.expr, # Any
 )->bool:
     "Whether computing it does nothing else"
     nodes = list(ast.walk(expression))
-    calls = [ast.unparse(o.func) for o in nodes if isinstance(o, ast.Call)]
-    acts = any(isinstance(o, (ast.NamedExpr, ast.Await, ast.Yield)) for o in nodes)
-    return set(calls) <= _PURE and not acts
+    calls = [o for o in nodes if isinstance(o, ast.Call)]
+    names = {ast.unparse(o.func) for o in calls}
+    goes_through = any(len(o.args) == 1 and ast.unparse(o.func) in _ONE_BY_ONE for o in calls)
+    acts = goes_through or any(isinstance(o, (ast.NamedExpr, ast.Await, ast.Yield)) for o in nodes)
+    return names <= _PURE and not acts
 
 def without_unused(
     block:list, # Statements of a function
