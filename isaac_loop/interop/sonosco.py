@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/interop/60_sonosco.ipynb #397aafd4
 import inspect
+from itertools import chain
 
 import torch
 from fastcore.basics import patch
@@ -48,7 +49,9 @@ class _Context(Facade):
     optimizer = forwarded('opt')
     train_data_loader,val_data_loader,test_data_loader = map(replaceable, ('train', 'valid', 'test'))
     @property
-    def metrics(self): return [m for o in recorders_of(self._trainer) for m in o.metrics.values()]
+    def metrics(self):
+        known = [recorder.metrics for recorder in recorders_of(self._trainer)]
+        return list(chain.from_iterable(map(dict.values, known)))
 
     def stop_training(self):
         "Stop when this epoch is done"
