@@ -50,7 +50,7 @@ class _Context(Facade):
     train_data_loader,val_data_loader,test_data_loader = map(replaceable, ('train', 'valid', 'test'))
     @property
     def metrics(self):
-        known = [recorder.metrics for recorder in recorders_of(self._trainer)]
+        known = [recorder.metrics for recorder in metrics_cbs(self._trainer)]
         return list(chain.from_iterable(map(dict.values, known)))
 
     def stop_training(self):
