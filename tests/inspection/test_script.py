@@ -25,7 +25,15 @@ from torcheval.metrics import MulticlassAccuracy
 
 import isaac_loop.callbacks as library
 from isaac_loop import CancelBatchException, CancelStepException, Trainer, set_seed, with_cbs
-from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB, DeviceCB, EMACB
+from isaac_loop.callbacks import (
+    AccumulationCB,
+    BasicTrainCB,
+    BatchAugmentationCB,
+    BatchTransformCB,
+    ClipGradCB,
+    DeviceCB,
+    EMACB,
+)
 from isaac_loop.callbacks import (
     EarlyStoppingCB,
     FreezeCB,
@@ -313,6 +321,37 @@ def test_transforms_and_rows_of_other_shapes_are_written_or_refused(monkeypatch)
         assert "BatchTransformCB" in str(error)
     else:
         both(make, monkeypatch)
+
+
+def written_in_place(x):
+    return x.mul_(1.1)
+
+
+def written_in_place_as_a_whole(batch):
+    return batch[0].mul_(1.1), batch[1]
+
+
+@pytest.mark.parametrize(
+    "make_cb",
+    [
+        lambda: BatchAugmentationCB(written_in_place),
+        lambda: BatchTransformCB(written_in_place_as_a_whole),
+        lambda: BatchAugmentationCB(functools.partial(written_in_place)),
+    ],
+)
+def test_a_transform_that_writes_to_its_batch_gets_a_copy_in_the_script_too(make_cb):
+    def make():
+        set_seed(1)
+        batches = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(3)]
+        callbacks = [BasicTrainCB(), make_cb()]
+        return Trainer(DataLoaders(batches), F.cross_entropy, optim.SGD, nn.Linear(4, 2), callbacks)
+
+    a, b, space = make(), make(), {}
+    a.fit(3, lr=0.1, valid=False)
+    script = b.to_script()
+    exec(str(script), space)
+    space["train"](b.model, b.dls.train, None, b.loss_func, b.opt_func, 3, 0.1, **script.needs)
+    assert torch.equal(a.model.weight, b.model.weight)
 
 
 # What is swapped

@@ -6,7 +6,12 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/18_written_batches.ipynb #0a4a730a
+import ast, copy
+from functools import partial
+
 from torch import nn
+
+from isaac_loop.basics.source_code import syntax_tree
 
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.written_steps import Lines
@@ -64,13 +69,29 @@ class Device(Lines):
             return f"batch = [part.to({device}) if hasattr(part, 'to') else part for part in batch]"
         return f'batch = [part.to({device}) for part in batch]'
 
+# %% ../../../nbs/inspection/plain_script/18_written_batches.ipynb #20cf5c8b
+def _may_write(tfm):
+    "Whether the source of a transform changes something in place; what has no source is taken to leave it"
+    while isinstance(tfm, partial): tfm = tfm.func
+    tree = syntax_tree(tfm)
+    return tree is not None and any(map(_writes, ast.walk(tree)))
+
+def _writes(node):
+    if isinstance(node, ast.AugAssign): return True # It may be a tensor
+    if isinstance(node, ast.Subscript): return isinstance(node.ctx, ast.Store)
+    if isinstance(node, ast.keyword): return node.arg == 'inplace'
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return is_method and node.func.attr.endswith('_') and not node.func.attr.startswith('_')
+
 # %% ../../../nbs/inspection/plain_script/18_written_batches.ipynb #ec06af95
 class BatchTransform(Lines):
     "A transform of the batch"
     def before_batch(self):
         self.w.note('batch', self.w.training)
         self.w.unpacked = False
-        return f'batch = {self.w.function(self.cb.tfm, "transform")}(batch)'
+        f,given = self.w.function(self.cb.tfm, 'transform'),'batch'
+        if _may_write(self.cb.tfm): given = f'{self.w.sources.bring("deepcopy", copy.deepcopy)}(batch)'
+        return f'batch = {f}({given})'
 
 class BatchAugmentation(Lines):
     "A transform for each item"
@@ -78,15 +99,16 @@ class BatchAugmentation(Lines):
         w,found = self.w,[]
         for key,tfm in self.cb.tfms.items():
             f,batch = w.function(tfm, 'transform'),w.seen.get(w.training)
+            own = '.clone()' if _may_write(tfm) else ''
             if w.unpacked and type(key) is int:
                 form = w.form()
                 name = [*form.inputs, *form.targets][key]
                 if not name.startswith('*'):
-                    found.append(f'{name} = {f}({name})')
+                    found.append(f'{name} = {f}({name}{own})')
                     continue
             w.note('batch', w.training)
             w.unpacked = False
             if hasattr(batch, 'keys') and type(key) is int: key = list(batch)[key]
-            if isinstance(key, str): found.append(f'batch = {{**batch, {key!r}: {f}(batch[{key!r}])}}')
-            else: found.append(f'batch = [*batch[:{key}], {f}(batch[{key}]), *batch[{key+1}:]]')
+            if isinstance(key, str): found.append(f'batch = {{**batch, {key!r}: {f}(batch[{key!r}]{own})}}')
+            else: found.append(f'batch = [*batch[:{key}], {f}(batch[{key}]{own}), *batch[{key+1}:]]')
         return '\n'.join(found)
