@@ -12,12 +12,13 @@ from types import MethodType
 
 from ...basics.source_code import negated
 from .known_calls import ANEW, asked_by, gives_weights, is_optimizer
-from .method_source import function_node, function_of, place, to_follow, without_wrappers
+from .method_source import function_node, function_of, place, to_follow
+from .method_source import without_wrappers
 from .read_branches import UNWORDED, switches_graphs_off
 from .read_calls import Called, NewObjects, unpacked
 from .read_statements import either, part_of
-from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN, VARS, Value
-from .read_values import joined, looked_up, method_for
+from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN
+from .read_values import VARS, Value, joined, looked_up, method_for
 from ...loop.ranks import Ranks, here
 from ...loop.shared_attributes import OFFERS
 
@@ -31,8 +32,7 @@ class Calls(NewObjects):
         if special is not None and self._is_builtin(node.func.id): return special(self, node)
         owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else NOTHING
         f = self.of_Attribute(node.func) if isinstance(node.func, ast.Attribute) else self.value(node.func)
-        args = [part for o in node.args for part in self._spread(o)]
-        named = {o.arg: self.value(o.value) for o in node.keywords}
+        args,named = self._spread(node.args),{o.arg: self.value(o.value) for o in node.keywords}
         name = getattr(node.func, 'attr', '') or getattr(f.live, '__name__', getattr(node.func, 'id', ''))
         self.found.calls.add(name)
         self._note_asked(name, owner, node)
@@ -48,12 +48,16 @@ class Calls(NewObjects):
         known = getattr(builtins, name)
         return name not in self.names and self.around.get(name, known) is known
 
-    def _spread(self, node):
-        "The values of an argument: several for `*args`, where they are known"
-        value = self.value(node)
-        if not isinstance(node, ast.Starred): return [value]
-        if value.parts is None and () in value.paths: self.doubt('hands the trainer on by `*`', node)
-        return [value] if value.parts is None else value.parts
+    def _spread(self, nodes):
+        "The values of arguments: several for `*args`, where they are known"
+        found = []
+        for node in nodes:
+            value = self.value(node)
+            is_known = isinstance(node, ast.Starred) and value.parts is not None
+            found += value.parts if is_known else [value]
+            if isinstance(node, ast.Starred) and not is_known and () in value.paths:
+                self.doubt('hands the trainer on by `*`', node)
+        return found
 
     def _note_asked(self, name, owner, node):
         "Whose weights a call takes, or what it asks, and whether an average has moved by then"
@@ -159,7 +163,7 @@ class Builtins(Calls):
 
     def call_map(self, node):
         "`map` and `filter` call their function with each element"
-        f,*rest = [part for o in node.args for part in self._spread(o)]
+        f,*rest = self._spread(node.args)
         self.found.calls.add(node.func.id)
         made = NOTHING
         if f.live is not None and f.live is not UNKNOWN:

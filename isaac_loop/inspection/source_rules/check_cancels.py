@@ -167,9 +167,8 @@ _ALL = {'zeroes opt', 'zeroes model', 'zeroes gradients'}
 
 def _thrown_away(scene, steps):
     "Who clears gradients itself where it leaves out their step, in a loop with one optimizer"
-    if any(deed.startswith('steps ') and deed != 'steps opt' for o in scene.batch for deed in o.found.does):
-        return []
-    found = []
+    deeds,found = set().union(*(o.found.does for o in scene.batch)),[]
+    if any(deed.startswith('steps ') for deed in deeds - {'steps opt'}): return []
     for entry,raised in steps:
         clears = not _ALL.isdisjoint(entry.found.does) and 'step' not in entry.found.calls
         if not raised.counts or raised.is_bad or not clears: continue
@@ -180,7 +179,7 @@ def _thrown_away(scene, steps):
 
 def _clears_before(tree, node):
     "Whether lines just before `node`, under the same condition, clear gradients"
-    bodies = [part for o in ast.walk(tree) for part in (getattr(o, 'body', ()), getattr(o, 'orelse', ()))]
+    bodies = [getattr(item, name, ()) for item in ast.walk(tree) for name in ('body', 'orelse')]
     body = next(part for part in bodies if isinstance(part, list) and node in part)
     return any(_is_clearing(item) for line in body[:body.index(node)] for item in ast.walk(line))
 
