@@ -47,8 +47,8 @@ def scale_rates(
 ):
     "Give `lr` to the parameter group that had it at first; the others keep their ratio to it"
     opt,before = trainer.opt,_rates_before(trainer)
-    made,i = vars(trainer).get('_made_opt', (None, 0))
-    whole = before[i if made is opt else 0]
+    last,i = vars(trainer).get('_last_opt', (None, 0))
+    whole = before[i if last is opt else 0]
     for group,rate in zip(opt.param_groups, before): group['lr'] = trainer.lr*(rate/whole if whole else 1)
 
 def _rates_before(trainer):
@@ -89,8 +89,7 @@ def make_optimizer(
     except TypeError as e:
         e.add_note(_LR_TWICE if "multiple values for argument 'lr'" in str(e) else _CALLING)
         raise
-    trainer._last_opt = trainer.opt,
-    trainer._made_opt = trainer.opt,_group_at(trainer.opt, trainer.lr)
+    trainer._last_opt = trainer.opt,_group_at(trainer.opt, trainer.lr)
     _check_made(trainer.opt, params, trainer)
 
 def _check_made(opt, params, trainer):
@@ -187,9 +186,8 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _made_for=(None,), # In a fit the model that it began to train; in a tuple it is no part of the run
         _lengths=[], # How many batches each training pass of this fit was to have, and how many it had
         _resuming=[], # Functions of whoever resumes this fit, for `passes_left`
-        _made_opt=(None, 0), # The optimizer that `opt_func` made last, and which of its groups got `lr`
         _scheduled=(None, None), # Rates of the groups before the last schedule, and where it has left them
-        _last_opt=(None,), # What `opt` was when the last fit was over; another one was set by hand since
+        _last_opt=(None, 0), # `opt` of the last fit, another was set by hand; and its group that got `lr`
         _plain_dls=False, # In a pass with the usual `split` the loaders, which say what of a batch is input
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
@@ -340,7 +338,8 @@ def one_fit(
         trainer._note_state()
         try: yield
         finally:
-            if train: trainer._last_opt = vars(trainer).get('opt'),
+            opt,(last,i) = vars(trainer).get('opt'),trainer._last_opt
+            if train: trainer._last_opt = opt,i if last is opt else 0
         pass_checks.warn_of_fewer_updates(trainer)
     trainer._ended = True
     _let_go_of_graph(trainer)

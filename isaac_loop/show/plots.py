@@ -46,7 +46,7 @@ def _second(trainer):
     new.callbacks,new.history = [],History()
     new.model,new.loss_func,opt = copy.deepcopy((trainer.model, trainer.loss_func, vars(trainer).get('opt')))
     if opt is not None: new.opt = opt
-    new._last_opt = opt, # Nobody has set it by hand
+    new._last_opt = opt,0 # Nobody has set it by hand
     first = [cb for cb in trainer.callbacks if getattr(cb, 'order', 0) < Order.RECORD]
     new._add([_spare(cb) for cb in first]) # Members of a group are among them already
     return new

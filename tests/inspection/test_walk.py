@@ -472,7 +472,7 @@ def test_moments_hold_no_batch_and_nothing_waits_for_the_garbage_collector():
                 pass
             left = [weakref.ref(o) for o in (trainer.preds, trainer.loss, trainer.opt)]
             del trainer.preds, trainer.loss, trainer.opt
-            trainer._last_opt = (None,)
+            trainer._last_opt = (None, 0)
             assert [o() for o in left] == [None] * 3
         import greenlet
 
