@@ -10,7 +10,8 @@ import copy, inspect, re
 from types import MemberDescriptorType, SimpleNamespace
 
 from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
-from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources, reached, repeated
+from isaac_loop.inspection.plain_script.reached_values import reached, repeated
+from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
 from isaac_loop.inspection.swap import Otherwise, StandIn
 from isaac_loop.inspection.watched_calls import alters
 from isaac_loop.loop.events import STEPS, callback_name

@@ -9,7 +9,7 @@ __all__ = []
 import ast, builtins, copy, enum, inspect, math, sys
 from collections import defaultdict, deque
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 
 import torch
 
@@ -243,6 +243,7 @@ def function(self:Sources,
     define = ast.FunctionDef(name, tree.args, [ast.Return(tree.body)], [], lineno=0)
     return self._remember(name, f, lambda name: ast.unparse(ast.fix_missing_locations(define)))
 
+# %% ../../../nbs/inspection/plain_script/02_source_of_values.ipynb #d045e205
 def _has_state(tree, f):
     "Whether a function has attributes, or a default that has changed"
     return vars(f).keys() - {'__wrapped__'} or changed_default(tree, inspect.unwrap(f))
@@ -273,6 +274,7 @@ def changed_outside(
     nodes = [o for o in ast.walk(tree) if isinstance(o, (ast.Global, ast.Nonlocal))]
     return [name for node in nodes for name in node.names if isinstance(node, ast.Global) or name in free]
 
+# %% ../../../nbs/inspection/plain_script/02_source_of_values.ipynb #907f3c2c
 def _source(f):
     "The tree of a function, a class or a lambda"
     if f.__name__ == '<lambda>': return _lambda_tree(f)
@@ -344,54 +346,3 @@ def _alike(a, b):
     if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(_alike, a, b))
     if callable(a) or not _shows_all(a): return a is b or bool(a == b)
     return _alike(vars(a), vars(b))
-
-# %% ../../../nbs/inspection/plain_script/02_source_of_values.ipynb #25731699
-_ATOMS = (*_SIMPLE, float, torch.Tensor, enum.Enum, ModuleType, FunctionType, type)
-_PASSED_ON = tuple,frozenset,partial,MethodType,BuiltinFunctionType # They do not change themselves
-_LISTED = list,tuple,set,frozenset,deque
-_MANY = 10_000 # Nobody looks at more
-
-def reached(
-    value, # Anything
-    closed=(), # Identities of what is not looked into
-)->dict: # By identity
-    "What changes, and can be reached from `value`: containers, and objects with attributes"
-    found,seen,todo = {},set(),[value]
-    for x in todo: # What is near comes first
-        if len(seen) >= _MANY or len(todo) > 10*_MANY: break
-        if isinstance(x, _ATOMS) or id(x) in seen: continue
-        seen.add(id(x))
-        if type(x) not in _PASSED_ON: found[id(x)] = x
-        if id(x) not in closed: todo += _inside(x)
-    return found
-
-def _inside(x):
-    "What an object leads to at once"
-    if isinstance(x, (MethodType, BuiltinFunctionType)): return [x.__self__]
-    if isinstance(x, partial): return [x.func, *x.args, *x.keywords.values()]
-    kind = next((o for o in (dict, *_LISTED) if isinstance(x, o)), None)
-    if kind and kind.__len__(x) > _MANY: return []
-    listed = [*kind.__iter__(x)] if kind else []
-    if kind is dict: listed += dict.values(x)
-    own = _attributes(x)
-    if isinstance(x, torch.nn.Module): own = {k: v for k,v in own.items() if k[0] != '_' or k == '_modules'}
-    return [*listed, *own.values()]
-
-def _attributes(x):
-    try: return object.__getattribute__(x, '__dict__')
-    except AttributeError: return {}
-
-def repeated(
-    value, # Anything
-)->set: # Identities
-    "What would be written twice, as several entries of the containers of `value` hold it"
-    seen,twice,todo = set(),set(),[value]
-    for _ in range(_MANY):
-        if not todo: break
-        x = todo.pop()
-        if isinstance(x, _ATOMS): continue
-        is_plain = type(x) in _PASSED_ON
-        if id(x) in seen and not is_plain: twice.add(id(x))
-        elif isinstance(x, (dict, partial, *_LISTED)): todo += _inside(x)
-        seen.add(id(x))
-    return twice

@@ -13,7 +13,8 @@ from fastcore.basics import patch
 from .inlined_methods import helper
 from .plain_lines import lines
 from .script_writing import NotWritten, Writing
-from .source_of_values import NoSource, reached
+from .reached_values import reached
+from .source_of_values import NoSource
 from ...loop.events import callback_name
 from ...loop.shared_attributes import offered
 from ...loop.trainer import Trainer
