@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, did_you_mean, is_number, warn
+from ..basics.checks import check_count, did_you_mean, is_number
 from ..loop.callback_list import is_in
 from ..loop.events import Order
 from ..basics.tensors import SEQUENCES, map_tensors
@@ -50,27 +50,21 @@ def _transformed(tfm, x, what):
 def _listed(numbers): return ' and '.join(map(str, sorted(numbers)))
 
 # %% ../../nbs/data/40_augmentation.ipynb #0a6995a1
-_WROTE = ('The transform `{}` has written to {} for the first time. Until now it got what the loader gave, '
-          'so this batch of the loader is changed; from here on it gets a copy. Let it return new tensors.')
+def _is_plain(x):
+    "Whether `x` is a tensor of the usual kind, of which a copy is as good"
+    if type(x) is not torch.Tensor or x.requires_grad or x.is_nested or vars(x): return False
+    return x.layout is torch.strided
 
-def _versions(x):
-    "How often each tensor in `x` was written to"
-    found = []
-    map_tensors(lambda o: found.append(0 if o.is_inference() else o._version), x)
-    return found
-
-class _Careful:
-    "Transforms that leave what they are given as it is: those that write to it get copies"
-    def __init__(self): self.writes = {} # By the name of the item; an unknown one gets a copy
-
-    def __call__(self, tfm, x, what):
-        given = map_tensors(torch.clone, x) if self.writes.get(what, True) else x
-        before = _versions(given)
-        new = _transformed(tfm, given, what)
-        has_written = _versions(given) != before or (new is given and not torch.is_tensor(x))
-        if has_written and given is x: warn(_WROTE.format(_name(tfm), what))
-        self.writes[what] = self.writes.get(what, False) or has_written
-        return new
+def apart_from(
+    dl, # A loader
+    x, # A batch of it, or an item of one
+): # The same, with copies of tensors if the loader keeps its batches
+    "What may be written to, while the batches of a list stay as they are"
+    if not isinstance(dl, (list, tuple)): return x
+    copies = {} # A tensor may be there twice
+    def copied(part): return copies.setdefault(id(part), part.clone()) if _is_plain(part) else part
+    if type(x) is dict: return {k: copied(part) for k,part in x.items()}
+    return type(x)(map(copied, x)) if type(x) in (list, tuple) else copied(x)
 
 # %% ../../nbs/data/40_augmentation.ipynb #7d57a7d0
 _NOT_CALLED = '`tfm` is {tfm!r}, which cannot be called. Pass a function of a batch.'
@@ -79,7 +73,6 @@ _NOT_CALLED = '`tfm` is {tfm!r}, which cannot be called. Pass a function of a ba
 class BatchTransformCB:
     "Apply one transform to the whole batch"
     order = Order.DATA
-    stateless = '_careful' # It finds out again
     __repr__ = show_settings
     def __init__(self,
         tfm, # Called with the batch; returns another with as many examples
@@ -88,11 +81,11 @@ class BatchTransformCB:
     ):
         if not callable(tfm): raise TypeError(_NOT_CALLED.format(tfm=tfm))
         self.tfm,self.on_train,self.on_valid = tfm,on_train,on_valid
-        self._careful = _Careful()
 
     def before_batch(self, trainer):
         "Transform the batch"
-        trainer.batch = self._careful(self.tfm, trainer.batch, 'the batch')
+        batch = apart_from(getattr(trainer, 'dl', None), trainer.batch)
+        trainer.batch = _transformed(self.tfm, batch, 'the batch')
 
 # %% ../../nbs/data/40_augmentation.ipynb #979d4447
 _NO_ITEM = ('There is a transform for item {key!r}, but the batch has {has}.{hint} Give a transform for '
@@ -131,7 +124,6 @@ _NO_FUNCTION = 'The transform for item {key!r} is {tfm!r}, which cannot be calle
 class BatchAugmentationCB:
     "Apply a transform to each item of the batch: the first to item 0, and so on"
     order = Order.DATA
-    stateless = '_careful' # It finds out again
     __repr__ = show_settings
     def __init__(self,
         tfms, # One transform, a list of them, or a dict by name of the item; None leaves an item alone
@@ -144,7 +136,6 @@ class BatchAugmentationCB:
         for key,tfm in self.tfms.items():
             if not callable(tfm): raise TypeError(_NO_FUNCTION.format(key=key, tfm=tfm))
         self.on_train,self.on_valid,self._not_said = on_train,bool(on_valid),on_valid is None
-        self._careful = _Careful()
 
     def before_batch(self, trainer):
         "Transform the items"
@@ -152,7 +143,8 @@ class BatchAugmentationCB:
         for key,tfm in self.tfms.items():
             i = _position(trainer.batch, key, len(items))
             if self._not_said: _check_input(trainer, i, key)
-            items[i] = self._careful(tfm, items[i], f'item {key!r}')
+            item = apart_from(getattr(trainer, 'dl', None), items[i])
+            items[i] = _transformed(tfm, item, f'item {key!r}')
         trainer.batch = _exchanged(trainer.batch, items)
 
 def _check_input(trainer, i, key):

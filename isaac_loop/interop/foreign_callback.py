@@ -192,11 +192,17 @@ class _Given:
     def __init__(self, f): vars(self).update(_numbered(f.args), **f.keywords, _partial=f)
 
     def __setattr__(self, name, value):
-        f = self._partial
+        f,old = self._partial,vars(self).get(name)
+        if type(old) is type(value) and type(old) in (list, dict, set): return _fill(old, value)
         vars(self)[name] = value
         given = {k: o for k,o in vars(self).items() if k != '_partial'}
         args = tuple(given.pop(k) for k in _numbered(f.args))
         f.__setstate__((f.func, args, given, vars(f)))
+
+def _fill(x, value):
+    "Have a container hold what another one holds: the script may have it, too"
+    x.clear()
+    (x.extend if isinstance(x, list) else x.update)(value)
 
 def _numbered(args): return {f'arg_{i}': o for i,o in enumerate(args)}
 

@@ -84,7 +84,7 @@ class CSV(_Files):
     ):
         self.folder = local_path(folder, 'CSV').absolute()
         is_file = self.folder.suffix == '.csv' and not self.folder.is_dir()
-        if is_file: raise ValueError(_NO_CSV.format(path=folder, folder=self.folder.stem))
+        if is_file: raise ValueError(_NO_CSV.format(path=folder, folder=str(folder).removesuffix('.csv')))
         super().__init__(CSVRows(self.folder), self.folder/'media')
 
     def check(self):

@@ -185,6 +185,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _planned=None, # What `total_updates` said last in this fit
         _made_for=(None,), # In a fit the model that it began to train; in a tuple it is no part of the run
         _lengths=[], # How many batches each training pass of this fit was to have, and how many it had
+        _flags=set(), # Attributes that would stop other loops, as far as they were set before this fit
         _resuming=[], # Functions of whoever resumes this fit, for `passes_left`
         _scheduled=(None, None), # Rates of the groups before the last schedule, and where it has left them
         _last_opt=(None, 0), # `opt` of the last fit, another was set by hand; and its group that got `lr`

@@ -6,9 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #87327c34
+import ast
+from types import FunctionType
+
 import torch
 
 from ..basics.checks import warn
+from ..basics.source_code import syntax_tree
 from .handlers import TrainersOwn
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #8be938ac
@@ -175,9 +179,20 @@ def warn_of_unread_stop(
     trainer, # Is about to walk over its batches
 ):
     "Warn, once, when a fit goes on though somebody has set what would stop it elsewhere"
-    is_later,told = trainer._training and trainer._lengths,trainer.plan.told # Not the first of its fit
-    if not is_later or 'stop' in told: return
     found = [o for o in _STOPS if vars(trainer).get(o) is True and not hasattr(type(trainer), o)]
-    if not found: return
+    if not trainer._lengths: trainer._flags = set(found) # The first pass of the fit: these are settings
+    found,told = [o for o in found if o not in trainer._flags],trainer.plan.told
+    if not found or not trainer._training or 'stop' in told or _may_read(trainer, found[0]): return
     told.add('stop')
     warn(_UNREAD.format(found[0]))
+
+def _may_read(trainer, name):
+    "Whether the source of the trainer's class or of a callback asks for an attribute, or is not to be had"
+    own = [o if isinstance(o, FunctionType) else type(o) for o in (trainer, *trainer.callbacks)]
+    trees = [syntax_tree(o) for o in own if not str(o.__module__).startswith('isaac_loop.')]
+    return any(tree is None or _asks_for(tree, name) for tree in trees)
+
+def _asks_for(tree, name):
+    reads = lambda o: isinstance(o, ast.Attribute) and o.attr == name and isinstance(o.ctx, ast.Load)
+    names = lambda o: isinstance(o, ast.Constant) and o.value == name # As `getattr` is given it
+    return any(reads(o) or names(o) for o in ast.walk(tree))

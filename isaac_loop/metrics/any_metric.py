@@ -41,7 +41,7 @@ class MeanOf:
     ):
         "Add a batch"
         first = targets[0] if targets else preds
-        n = first.shape[0] if type(first) is torch.Tensor and first.ndim else _n_examples(preds, targets)
+        n = first.size(0) if type(first) is torch.Tensor and first.ndim else _n_examples(preds, targets)
         if n == 0: return
         value = self.f(preds, *targets)
         says_which = type(value) is torch.Tensor and value.dtype is torch.bool and value.shape == (n,)

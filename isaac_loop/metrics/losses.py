@@ -141,7 +141,7 @@ def rows_and_weight(
     if trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl): return _of_share(trainer, inputs, weigh)
     first = inputs[0] if inputs else None
     has_rows = type(first) is torch.Tensor and first.ndim # Those of most batches, without further ado
-    rows = first.shape[0] if has_rows else rows_of(trainer.batch, inputs)
+    rows = first.size(0) if has_rows else rows_of(trainer.batch, inputs)
     return rows,rows if rows and weigh in _BY_ROWS else weight_of(trainer.batch, rows, weigh)
 
 def _of_share(trainer, inputs, weigh):

@@ -48,8 +48,9 @@ _NO_GROUP = ('`{target}` means no parameter group of the optimizer, which has {n
 def _groups(groups, numbers, target):
     "All parameter groups of an optimizer, or the one that has a number"
     if not numbers: return groups
-    number = int(numbers[0]) if len(numbers) == 1 and numbers[0].isdecimal() else len(groups)
-    if number >= len(groups): raise LookupError(_NO_GROUP.format(target=target, n=len(groups)))
+    is_number = len(numbers) == 1 and numbers[0].removeprefix('-').isdecimal()
+    number,n = int(numbers[0]) if is_number else len(groups),len(groups)
+    if not -n <= number < n: raise LookupError(_NO_GROUP.format(target=target, n=n))
     return [groups[number]]
 
 def _modules(model, pattern, name):

@@ -6,8 +6,10 @@ is being worked on.
 """
 
 import copy
+import dataclasses
 from collections import OrderedDict, namedtuple
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -750,7 +752,13 @@ def test_the_loaders_own_batches_stay_as_they_are_whatever_a_transform_writes_to
     assert all(map(torch.equal, values(), before))
 
 
-def test_a_transform_that_writes_only_later_is_told_and_gets_a_copy_from_then_on():
+def fitted(callback, batches, cls=Trainer, model=None):
+    set_seed(1)
+    dls = SimpleNamespace(train=batches, valid=batches)
+    return cls(dls, F.cross_entropy, optim.SGD, model or make_model(), [BasicTrainCB(), SeenCB(), callback])
+
+
+def test_a_transform_that_writes_only_now_and_then_gets_copies_as_well(recwarn):
     batches, n = make_batches(4), []
     before = [x.clone() for x, _ in batches]
 
@@ -758,13 +766,77 @@ def test_a_transform_that_writes_only_later_is_told_and_gets_a_copy_from_then_on
         n.append(1)
         return x.add_(1) if len(n) > 2 else x + 1
 
-    trainer = Trainer(
-        DataLoaders(batches),
-        F.cross_entropy,
-        optim.SGD,
-        make_model(),
-        [BasicTrainCB(), BatchAugmentationCB(later)],
-    )
-    with pytest.warns(UserWarning, match="`later` has written to item 0 for the first time"):
-        trainer.fit(2, lr=0.1, valid=False)
-    assert [torch.equal(x, o) for (x, _), o in zip(batches, before)] == [True, True, False, True]
+    fitted(BatchAugmentationCB(later, on_valid=True), batches).fit(2, lr=0.1)
+    with torch.inference_mode():
+        fitted(BatchAugmentationCB(later, on_valid=True), batches).fit(1, train=False)
+    assert all(torch.equal(x, o) for (x, _), o in zip(batches, before)) and not recwarn.list
+
+
+@dataclasses.dataclass
+class Kept:
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __post_init__(self):
+        self.x = self.x / 255
+
+
+class SplitsKept(Trainer):
+    def split(self, batch):
+        return (batch.x,), (batch.y,)
+
+
+class Noise(BatchTransformCB):
+    "With a set-up of its own"
+
+    def __init__(self):
+        self.on_train, self.on_valid = True, False
+
+    def tfm(self, batch):
+        return [batch[0] + 1, batch[1]]
+
+
+def test_batches_of_other_kinds_are_handed_over_as_they_are(recwarn):
+    kept = [Kept(x * 255, y) for x, y in make_batches()]
+    seen = []
+
+    def look(batch):
+        seen.append(batch)
+        return batch
+
+    fitted(BatchTransformCB(look), kept, SplitsKept).fit(1, valid=False)
+    assert all(a is b for a, b in zip(seen, kept))
+    named = [(x, y, "a path ") for x, y in make_batches()]
+    trainer = fitted(BatchAugmentationCB({2: str.strip}, on_valid=False), named)
+    trainer.dls.split = lambda batch: (batch[:1], batch[1:2])
+    trainer.fit(1, lr=0.1, valid=False)
+    assert trainer.SeenCB.train[0][2] == "a path"
+    fitted(Noise(), make_batches()).fit(1, lr=0.1)
+    assert not recwarn.list
+
+
+def test_a_tensor_that_is_there_twice_stays_one_and_leaves_keep_their_gradients():
+    def scaled(batch):
+        batch[0].mul_(2)
+        return batch
+
+    class Same:
+        order = Order.RECORD
+
+        def before_batch(self, trainer):
+            assert trainer.batch[0] is trainer.batch[1]
+
+    twice = [[x, x] for x, _ in make_batches()]
+    callbacks = [BasicTrainCB(), BatchTransformCB(scaled), Same()]
+    dls = SimpleNamespace(train=twice, valid=None)
+    trainer = Trainer(dls, F.mse_loss, optim.SGD, nn.Conv2d(1, 1, 1), callbacks)
+    trainer.fit(1, lr=0.01, valid=False)
+    leaves, found = [(x.requires_grad_(), y) for x, y in make_batches()], []
+
+    class Saliency:
+        def after_backward(self, trainer):
+            found.append(trainer.batch[0].grad is not None)
+
+    trainer = fitted(BatchAugmentationCB(lambda x: x), leaves)
+    trainer.fit(1, lr=0.1, valid=False, callbacks=Saliency())
+    assert found == [True] * 3

@@ -1020,7 +1020,27 @@ class ClearsAnother:
             raise CancelStepException()
 
 
-@pytest.mark.parametrize("kind", [ThrowsBadAway, StepsItself, ClearsAnother])
+class GathersItself:
+    "Adds gradients up in double precision"
+
+    order = -10
+
+    def before_fit(self, trainer):
+        params = list(trainer.model.parameters())
+        self.sums = [torch.zeros_like(p, dtype=torch.float64) for p in params]
+
+    def before_step(self, trainer):
+        for total, p in zip(self.sums, trainer.model.parameters()):
+            total += p.grad
+        if (trainer.batch_num + 1) % 2:
+            trainer.opt.zero_grad()
+            raise CancelStepException
+        for total, p in zip(self.sums, trainer.model.parameters()):
+            p.grad.copy_(total)
+            total.zero_()
+
+
+@pytest.mark.parametrize("kind", [ThrowsBadAway, StepsItself, ClearsAnother, GathersItself])
 def test_gradients_that_are_used_or_bad_may_be_cleared(kind):
     assert "gradients_lost" not in found_in(images_trainer([BasicTrainCB(), kind()]))
 

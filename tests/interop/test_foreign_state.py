@@ -21,6 +21,7 @@ from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.interop.adapters import adapt
 from isaac_loop.loop.trainer import Trainer
+from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
 from isaac_loop.train.training import BasicTrainCB
 from foreign import TRAIN, VALID, make_model, same_weights
@@ -368,3 +369,25 @@ def test_classes_that_answer_any_name_with_an_error_go_on(tmp_path):
 
     a, b, _, _, said = resumed(make, tmp_path)
     assert a.n == b.n == 15 and not said
+
+
+def test_a_list_that_the_script_has_given_to_a_partial_is_still_its_own_after_a_stop(tmp_path):
+    def keep(rows, epoch, step, measures, trainer):
+        rows.append(float(measures["loss"]))
+
+    def fit(rows, stops):
+        def before_epoch(trainer):
+            if stops and trainer.epoch == 1:
+                raise KeyboardInterrupt
+
+        batches = [(torch.ones(2, 1), torch.ones(2, 1))] * 4
+        callbacks = [BasicTrainCB(), MetricsCB(show=False), adapt(partial(keep, rows), name="keep")]
+        dls = DataLoaders(batches)
+        trainer = Trainer(dls, F.mse_loss, optim.SGD, nn.Linear(1, 1), [*callbacks, CheckpointCB(tmp_path)])
+        trainer.fit(3, valid=False, callbacks=before_epoch)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit([], True)
+    rows = []
+    fit(rows, False)
+    assert len(rows) == 12

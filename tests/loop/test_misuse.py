@@ -1111,3 +1111,20 @@ def test_a_flag_that_somebody_reads_himself_is_not_told():
 def test_an_optimizer_in_the_place_of_the_loss_is_refused(loss_func):
     with pytest.raises(TypeError, match="`loss_func` is an optimizer.*The order is"):
         Trainer(DataLoaders(data(2)), loss_func, F.mse_loss, nn.Linear(1, 1), BasicTrainCB())
+
+
+def test_a_flag_that_is_an_option_or_is_read_by_its_owner_is_not_told():
+    class Option(Trainer):
+        def subclassing_method(self, early_stop=True):
+            self.early_stop = early_stop
+
+    class Stops:
+        def log(self, trainer):
+            trainer.should_stop = trainer.epoch == 1
+
+        def before_epoch(self, trainer):
+            if getattr(trainer, "should_stop", False):
+                trainer.request_stop("enough")
+
+    assert not told_by(lambda: trainer_with(cls=Option).fit(3))
+    assert not told_by(lambda: trainer_with(Stops()).fit(4))

@@ -1426,3 +1426,19 @@ def test_the_mean_of_a_function_is_added_up_in_double_precision(gives):
     for _ in range(5000):
         metric.update(x, x)
     assert abs(float(metric.compute()) - float(torch.tensor(0.1))) < 1e-12
+
+
+def test_inputs_may_be_nested_tensors():
+    class Means(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return torch.stack([self.linear(row).mean(0) for row in x.unbind()])
+
+    rows = lambda: torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(5, 3)])
+    dls = DataLoaders([(rows(), torch.randn(2, 1)) for _ in range(3)])
+    trainer = Trainer(dls, F.mse_loss, optim.SGD, Means(), [BasicTrainCB(), MetricsCB(show=False)])
+    trainer.fit(1, valid=False)
+    assert trainer.history["train_loss"][-1] > 0

@@ -165,7 +165,7 @@ def test_epochs_of_numpy_and_of_a_generator_are_epochs():
         (lambda: library.WarmupSchedulerCB("inverse_sqrt", timescale=-1), "`timescale` is -1.*above 0"),
         (lambda: library.LimitCB(1000, count=lambda batch: 3), "no limit on those"),
         (lambda: library.LimitCB(samples=10, count="numel"), "`count` is 'numel', which cannot be called"),
-        (lambda: library.CSV("a.csv"), "`folder` is 'a.csv', the name of a file.*`CSV.'a'.`"),
+        (lambda: library.CSV("logs/a.csv"), "`folder` is 'logs/a.csv', the name of a file.*`CSV.'logs/a'.`"),
     ],
 )
 def test_a_number_that_would_have_no_effect_or_a_wrong_one_is_refused(make, words):
@@ -179,12 +179,13 @@ def test_a_parameter_group_that_is_not_there_is_told(target):
         fit(library.AttributeSchedulerCB({target: lambda progress: 0.1}))
 
 
-def test_a_parameter_group_is_found_by_its_path_in_pytorch():
+@pytest.mark.parametrize("target", ["opt.param_groups.0.lr", "opt.-1.lr"])
+def test_a_parameter_group_is_found_by_its_path_in_pytorch_and_from_the_end(target):
     seen = []
 
     def before_step(trainer):
         seen.append(trainer.opt.param_groups[0]["lr"])
 
-    cb = library.AttributeSchedulerCB({"opt.param_groups.0.lr": lambda progress: 0.25})
+    cb = library.AttributeSchedulerCB({target: lambda progress: 0.25})
     fit([BasicTrainCB(), cb, before_step])
     assert seen == [0.25, 0.25]

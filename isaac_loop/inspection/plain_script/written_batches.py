@@ -9,6 +9,7 @@ __all__ = []
 import ast, copy
 from functools import partial
 
+import torch
 from torch import nn
 
 from isaac_loop.basics.source_code import syntax_tree
@@ -70,6 +71,10 @@ class Device(Lines):
         return f'batch = [part.to({device}) for part in batch]'
 
 # %% ../../../nbs/inspection/plain_script/18_written_batches.ipynb #20cf5c8b
+def _gets_copies(writing):
+    "Whether the loader is a list of batches, which would be others in the next epoch"
+    return isinstance(writing.trainer.dls.train, (list, tuple))
+
 def _may_write(tfm):
     "Whether the source of a transform changes something in place; what has no source is taken to leave it"
     while isinstance(tfm, partial): tfm = tfm.func
@@ -90,7 +95,8 @@ class BatchTransform(Lines):
         self.w.note('batch', self.w.training)
         self.w.unpacked = False
         f,given = self.w.function(self.cb.tfm, 'transform'),'batch'
-        if _may_write(self.cb.tfm): given = f'{self.w.sources.bring("deepcopy", copy.deepcopy)}(batch)'
+        if _gets_copies(self.w) and _may_write(self.cb.tfm):
+            given = f'{self.w.sources.bring("deepcopy", copy.deepcopy)}(batch)'
         return f'batch = {f}({given})'
 
 class BatchAugmentation(Lines):
@@ -99,7 +105,9 @@ class BatchAugmentation(Lines):
         w,found = self.w,[]
         for key,tfm in self.cb.tfms.items():
             f,batch = w.function(tfm, 'transform'),w.seen.get(w.training)
-            own = '.clone()' if _may_write(tfm) else ''
+            item = batch[list(batch)[key] if hasattr(batch, 'keys') and type(key) is int else key]
+            is_copied = _gets_copies(w) and _may_write(tfm) and type(item) is torch.Tensor
+            own = '.clone()' if is_copied else ''
             if w.unpacked and type(key) is int:
                 form = w.form()
                 name = [*form.inputs, *form.targets][key]

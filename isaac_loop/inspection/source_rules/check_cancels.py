@@ -9,6 +9,7 @@ __all__ = []
 import ast, inspect, operator
 from types import FunctionType
 
+from ...basics.source_code import syntax_tree
 from ..source.method_source import function_node
 from .check_rules import line_in, method_of, said
 from ...loop.events import EVENTS, STEPS
@@ -172,10 +173,16 @@ def _thrown_away(scene, steps):
     for entry,raised in steps:
         clears = not _ALL.isdisjoint(entry.found.does) and 'step' not in entry.found.calls
         if not raised.counts or raised.is_bad or not clears: continue
-        if not _clears_before(method_of(entry)[0], raised.node): continue
+        if not _clears_before(method_of(entry)[0], raised.node) or _uses_gradients(entry): continue
         text = _CLEARED.format(who=said(entry), line=line_in(entry, raised.node))
-        found.append(Finding('gradients_lost', text, [entry.callback], spoils=True))
+        found.append(Finding('gradients_lost', text, [entry.callback]))
     return found
+
+def _uses_gradients(entry):
+    "Whether a callback reads gradients somewhere, as one that gathers them itself does"
+    tree = syntax_tree(type(entry.callback))
+    reads = lambda node: isinstance(node, ast.Attribute) and node.attr == 'grad'
+    return tree is None or any(reads(o) and isinstance(o.ctx, ast.Load) for o in ast.walk(tree))
 
 def _clears_before(tree, node):
     "Whether lines just before `node`, under the same condition, clear gradients"
