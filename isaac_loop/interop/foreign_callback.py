@@ -201,6 +201,7 @@ class _Given:
 
 def _fill(x, value):
     "Have a container hold what another one holds: the script may have it, too"
+    if x is value: return # It was filled in place
     x.clear()
     (x.extend if isinstance(x, list) else x.update)(value)
 

@@ -20,6 +20,7 @@ from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.interop.adapters import adapt
+from isaac_loop.interop.foreign_callback import _Given
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.metrics.recorder import RecorderCB
@@ -391,3 +392,12 @@ def test_a_list_that_the_script_has_given_to_a_partial_is_still_its_own_after_a_
     rows = []
     fit(rows, False)
     assert len(rows) == 12
+
+
+@pytest.mark.parametrize("held", [[1, 2], {"a": 1}, {1, 2}])
+def test_a_container_of_a_partial_that_was_filled_in_place_is_not_emptied(held):
+    given, was = _Given(partial(print, held)), copy.copy(held)
+    given.arg_0 = held
+    assert held == was and given._partial.args[0] is held
+    given.arg_0 = type(held)()
+    assert not held and given._partial.args[0] is held
