@@ -44,6 +44,7 @@ class PassNumbers:
         *names, # Of the columns
     ):
         self.names,self.width = names,1+len(names)
+        self.full = self.block*self.width
         self._begin([])
 
     def _begin(self, blocks):
@@ -60,7 +61,7 @@ class PassNumbers:
         "Keep the numbers of a batch where they are"
         new = self._held[1]
         new.extend(row)
-        if len(new) >= self.block*self.width: self._blocks()
+        if len(new) >= self.full: self._blocks()
 
     def _columns(self):
         "Numbers of the batches that are in no block yet, and their columns"
@@ -91,8 +92,9 @@ def _and_one(blocks, batches, sent):
 def _rows_here(self:PassNumbers):
     "Numbers of batches and columns, if there are no blocks yet, and all is on the CPU; else none"
     blocks,new = self._held
-    return ([], ()) if blocks or not all(map(_is_here, new)) else self._columns()
+    return ([], ()) if blocks or not _are_here(new) else self._columns()
 
+def _are_here(values): return set(map(type, values)) <= {int, float} or all(map(_is_here, values))
 def _is_here(x): return not isinstance(x, torch.Tensor) or x.device.type == 'cpu'
 
 # %% ../../nbs/loop/41_pass_numbers.ipynb #214bd825

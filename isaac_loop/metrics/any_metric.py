@@ -14,7 +14,7 @@ import torch
 from ..basics.checks import did_you_mean
 from ..basics.tensors import batch_size
 from ..loop.events import CancelException
-from ..loop.numbers_on_device import is_here
+from ..loop.numbers_on_device import n_true
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #a1239a80
 _NO_FUNCTION = '`f` is {!r}, which cannot be called with predictions and targets. Pass a function.'
@@ -45,7 +45,7 @@ class MeanOf:
         if n == 0: return
         value = self.f(preds, *targets)
         says_which = type(value) is torch.Tensor and value.dtype is torch.bool and value.shape == (n,)
-        total = _n_true(value) if says_which else self._sum(value, n)
+        total = n_true(value) if says_which else self._sum(value, n)
         self.total,self.n = self.total+total,self.n+n
 
     def _sum(self, value, n):
@@ -71,11 +71,6 @@ class MeanOf:
 def _exact_on(x):
     "The type in which many numbers are added up: with double precision, where the device has it"
     return torch.float32 if x.device.type == 'mps' else torch.float64
-
-def _n_true(value):
-    "How many entries are True: on a device a tensor"
-    if not is_here(value) or value.layout is not torch.strided: return value.sum() # As is faster there
-    return value.count_nonzero().item()
 
 def _n_examples(preds, targets):
     "How many examples a batch has; without any rows it counts as one"

@@ -7,6 +7,8 @@ __all__ = []
 
 # %% ../../nbs/metrics/04_losses.ipynb #06f014a7
 import math
+from itertools import compress
+from operator import mul
 
 import torch
 
@@ -59,8 +61,8 @@ def mean_loss(
     summed:bool=False, # Are the losses sums over the examples of their batch?
 )->float: # NaN if there is nothing to weigh
     "The mean over all examples"
-    n = sum(sizes)
-    total = sum(loss if summed else loss*size for loss,size in zip(losses, sizes) if size)
+    n,counted = sum(sizes),compress(losses, sizes) # What weighs nothing may be NaN
+    total = sum(counted if summed else map(mul, counted, filter(None, sizes)))
     return total/n if n else math.nan
 
 def merged_losses(

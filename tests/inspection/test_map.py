@@ -7,9 +7,12 @@ import copy
 import io
 import linecache
 import operator
+import os
+import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import cached_property, partial, wraps
 from types import FunctionType, SimpleNamespace
@@ -22,11 +25,13 @@ from torch.nn import functional as F
 
 import runs
 from isaac_loop import Trainer, with_cbs
-from isaac_loop.callbacks import BasicTrainCB, ClipGradCB, MetricsCB
+from isaac_loop.callbacks import BasicTrainCB, ClipGradCB, MetricsCB, RewindCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection.map_entries import KINDS, all_entries, loops_entry
 from isaac_loop.inspection.map_entries import _LOOP as LOOP
 from isaac_loop.inspection.observing import observing
+from isaac_loop.inspection.source import reading
+from isaac_loop.inspection.source.method_source import to_follow
 from isaac_loop.loop.events import CancelEpochException, CancelException, CancelStepException, callback_name
 from observing import observe, unchanged
 from working import WORKING, images_trainer, working
@@ -329,6 +334,26 @@ def test_a_map_runs_nothing():
     before = observe(trainer)
     trainer.map()
     unchanged(trainer, before)
+
+
+def test_what_only_looks_shows_the_same_if_it_is_followed(monkeypatch):
+    "Two chapters are passed over, since they change nothing, and to follow them would take long"
+
+    def effects():
+        shown = {o.event: o.found for o in images_trainer([BasicTrainCB(), RewindCB(2)]).map().entries}
+        kinds = *KINDS, "does", "runs", "raises"
+        told = {event: [set(getattr(found, kind)) for kind in kinds] for event, found in shown.items()}
+        return told, {event: set(found.unclear) for event, found in shown.items()}
+
+    found = effects()
+    assert reading.LOOKING
+    monkeypatch.setattr(reading, "LOOKING", set())
+    assert effects() == found
+
+
+def test_what_is_built_into_python_is_not_followed():
+    assert not any(map(to_follow, [os.path.isdir, os.path.join, os.makedirs, shutil.rmtree, Mapping.get]))
+    assert to_follow(working)
 
 
 def test_who_does_not_ask_for_a_map_does_not_load_it():

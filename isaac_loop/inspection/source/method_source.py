@@ -12,7 +12,7 @@ from types import FunctionType, MethodType
 from ...basics.source_code import syntax_tree
 
 # %% ../../../nbs/inspection/source/10_method_source.ipynb #8468d6b8
-@functools.lru_cache(64)
+@functools.lru_cache(256)
 def _whole_file(path, stamp):
     "Functions of a file by the line in which they begin"
     found = {}
@@ -66,7 +66,9 @@ def _package(f):
     name = f.__globals__.get('__name__') if hasattr(f, '__wrapped__') else f.__module__
     return (name or '').partition('.')[0]
 
-def _in_library(f): return os.path.realpath(f.__code__.co_filename).startswith(_libraries())
+def _in_library(f):
+    path = f.__code__.co_filename
+    return path.startswith('<frozen ') or os.path.realpath(path).startswith(_libraries())
 
 def without_wrappers(
     f, # A Python function
