@@ -46,13 +46,12 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def convolutions():
+def convolutions(widths=(1, 8, 16, 32, 32)):
     "Four convolutions with batch norm"
-    widths = [1, 8, 16, 32, 32]
     layers = []
     for before, after in zip(widths, widths[1:]):
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
 
 
 def batches(n, *shape):
