@@ -6,12 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/log/03_logger_arguments.ipynb #b9a8ebd3
-import numbers, operator
+import numbers
 from collections.abc import Mapping
 
 import torch
 
-from ..basics.checks import check_count, check_list
+from ..basics.checks import check_count, check_list, did_you_mean
 from .file_values import plain
 
 # %% ../../nbs/log/03_logger_arguments.ipynb #fbe80223
@@ -38,6 +38,24 @@ _TAKEN = ('`{name}` is a name that every row has already, and one would hide the
 _NO_NUMBER = ('`LoggerCB` asked for `{name}` and got {what}, but a row has one number for each name. '
               'Let a function return one; for anything else there is `media`.')
 
+_NO_ATTRIBUTE = ('`LoggerCB` asked for `{path}`, and a `{kind}` has no `{name}`.{hint} '
+                 'For anything else give a function of the trainer: `values=dict(x=lambda trainer: ...)`.')
+
+class Attribute:
+    "Asks the trainer for an attribute, or for one of an attribute"
+    def __init__(self, path): self.path = path
+    def __call__(self, trainer):
+        first,*names = self.path.split('.')
+        x = getattr(trainer, first) # Which knows words of its own for what it has not
+        for name in names:
+            if not hasattr(x, name): raise AttributeError(self._refusal(x, name))
+            x = getattr(x, name)
+        return x
+
+    def _refusal(self, x, name):
+        hint = did_you_mean(name, dir(x))
+        return _NO_ATTRIBUTE.format(path=self.path, name=name, kind=type(x).__name__, hint=hint)
+
 def asked_values(
     values, # Functions of the trainer by name, or names of its attributes
 )->dict: # Functions by name
@@ -48,7 +66,7 @@ def asked_values(
     for name,f in values.items():
         if not (callable(f) or isinstance(f, str)): raise TypeError(_NOT_ASKED.format(name=name, f=f))
         if name in RESERVED: raise ValueError(_TAKEN.format(name=name))
-    return {name: f if callable(f) else operator.attrgetter(f) for name,f in values.items()}
+    return {name: f if callable(f) else Attribute(f) for name,f in values.items()}
 
 def is_one_number(
     value, # Anything

@@ -854,6 +854,12 @@ def test_a_column_that_never_came_is_told_in_the_end():
         (dict(p=lambda t: t.preds), TypeError, r"`p` and got a tensor of shape \(4, 1\)"),
         (dict(p=lambda t: "x"), TypeError, "got 'x'"),
         ("modle", AttributeError, "Did you mean `model`"),
+        (
+            "model.biass",
+            AttributeError,
+            "asked for `model.biass`, and a `Linear` has no.*Did you mean `bias`",
+        ),
+        ("opt.lr", AttributeError, "a `SGD` has no `lr`. For anything else give a function"),
     ],
 )
 def test_a_value_that_is_no_number_or_not_there_is_an_error_at_the_first_step(values, kind, message):
