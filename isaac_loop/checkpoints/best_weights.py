@@ -32,6 +32,15 @@ def _weights_of(model):
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #0a498c8d
 _NEVER = ('`{}` watched `{}`, which had no value in any epoch of this fit, '
           'so the weights are those of the last one. Was there no validation?')
+_OTHERS = ('The best weights of `{}` were kept in epoch {}, when the model had no `{}`{}. Those stay as they are '
+           'beside the best ones, which were never measured with them. Change the model between two fits.')
+
+def _warn_of_others(cb, model):
+    "Warn when the model has weights now that are not among the best ones"
+    new = [k for k,v in model.state_dict().items() if torch.is_tensor(v) and k not in cb.weights]
+    if not new: return
+    more = f' and {len(new)-1} more of its weights' if len(new) > 1 else ''
+    warn(_OTHERS.format(type(cb).__name__, cb.best_epoch, new[0], more))
 
 @old_words
 class KeepBestCB(KeepsBest):
@@ -75,7 +84,9 @@ class KeepBestCB(KeepsBest):
         ended_well = isinstance(trainer.exception, wanted)
         found = self._running and ended_well and self.weights is not None # Another fit's stay where they are
         super().cleanup_fit(trainer)
-        if found: load_weights_into(trainer.model, self.weights, strict=False)
+        if not found: return
+        _warn_of_others(self, trainer.model)
+        load_weights_into(trainer.model, self.weights, strict=False)
 
     @property
     def best(self):

@@ -100,8 +100,13 @@ class GradientStatsCB:
     def before_fit(self, trainer):
         "Forget the last run, and find the parameters"
         check_columns(self, self.batch_columns, trainer, self._measures_as)
-        named = find_parameters(trainer.model, self.module_filter)
-        self.stats,self._total = {name: GradientStats() for name in named},DeviceRecord()
+        self.stats,self._total = {},DeviceRecord()
+        self._find(trainer.model)
+
+    def _find(self, model):
+        "The parameters, also those that the model has got in the meantime"
+        named = find_parameters(model, self.module_filter)
+        self.stats |= {name: GradientStats() for name in named if name not in self.stats}
         self._named = lambda: named # A function, so that a copy of this callback does not copy the weights
 
     def _measures_as(self, other):
@@ -112,6 +117,7 @@ class GradientStatsCB:
     def before_epoch(self, trainer):
         "Start the norms of this pass"
         self._total = DeviceRecord()
+        if trainer.training: self._find(trainer.model)
 
     def before_step(self, trainer):
         "Note the gradients that the step is about to use"

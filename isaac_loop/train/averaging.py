@@ -114,12 +114,23 @@ def _are_alike(tensors):
     return len(kinds) == 1 and next(iter(kinds))[0] and tensors[0].is_floating_point()
 
 # %% ../../nbs/train/50_averaging.ipynb #1ca7276b
+_OTHERS = ('`{cb}` has begun its average with {then} parameters, and the model has {now}{others}, so the mean of '
+           'both would be of no model. Change the model between two fits.')
+
+def _check_same(cb, average, model):
+    "Refuse a model that has got or lost parameters since its average was begun"
+    then,now = ([p.shape for p in m.parameters()] for m in (average, model))
+    if then == now: return
+    others = ' of other shapes' if len(then) == len(now) else ''
+    raise ValueError(_OTHERS.format(cb=callback_name(cb), then=len(then), now=len(now), others=others))
+
 @patch
 @torch.no_grad()
 def _take(self:_AveragingCB, model):
     "What `average.update_parameters` does, without looking up all parameters at each update"
     average,held = self.average,self._held
     if not (held and held[0].module is model and all(o.is_true() for o in held)):
+        _check_same(self, average.module, model)
         average.update_parameters(model) # The first weights are copied there
         self._held = self._look(model)
         return

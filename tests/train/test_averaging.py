@@ -12,8 +12,10 @@ from isaac_loop.all import (
     AccumulationCB,
     BasicTrainCB,
     CancelFitException,
+    ClipGradCB,
     DataLoaders,
     EMACB,
+    GradientStatsCB,
     KeepBestCB,
     MetricsCB,
     MixedPrecisionCB,
@@ -179,3 +181,46 @@ def test_the_average_is_that_of_torch_digit_for_digit(callbacks):
     mine, theirs = (ema_run(cls, *callbacks).state_dict() for cls in (EMACB, PlainEMA))
     assert mine.keys() == theirs.keys() and mine["n_averaged"] == 10
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# A model that grows in the middle of a fit
+
+
+class GrowCB:
+    "Puts another layer behind the model before an epoch, and gives it to the optimizer"
+
+    def __init__(self, epoch=1):
+        self.epoch = epoch
+
+    def before_epoch(self, trainer):
+        if trainer.training and trainer.epoch == self.epoch:
+            trainer.model.append(nn.Linear(1, 1))
+            trainer.opt.add_param_group(dict(params=trainer.model[-1].parameters()))
+
+
+def grown(*callbacks, lr=0.1):
+    trainer = trainer_with(MetricsCB(show=False), GrowCB(), *callbacks)
+    trainer.model = nn.Sequential(trainer.model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(2, lr)
+    return trainer, [str(o.message) for o in told]
+
+
+@pytest.mark.parametrize("cb", [lambda: EMACB(0.9), lambda: SWACB(0.0)])
+def test_an_average_takes_no_weights_in_that_it_did_not_begin_with(cb):
+    with pytest.raises(ValueError, match="average with 2 parameters, and the model has 4(.|\n)*between two"):
+        grown(cb())
+
+
+def test_weights_that_were_not_there_at_the_best_epoch_are_named():
+    trainer, told = grown(KeepBestCB(), lr=5.0)
+    assert trainer.KeepBestCB.best_epoch == 0
+    assert any("in epoch 0, when the model had no `1.weight` and 1 more" in o for o in told)
+    assert not [o for o in grown(lr=5.0)[1] if "best weights" in o]
+
+
+def test_norms_of_gradients_have_those_of_a_layer_that_came_later():
+    trainer, _ = grown(GradientStatsCB(), ClipGradCB(1e9, column="norm"))
+    assert trainer.history["grad_norm"] == pytest.approx(trainer.history["norm"])
+    assert {"1.weight", "1.bias"} <= {o["parameter"] for o in trainer.GradientStatsCB.rows()}
