@@ -250,9 +250,11 @@ def _is_unsaved(trainer):
     return knows_its_place and all(o is not trainer.dl for o in loaders_of(trainer).values())
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #7e2a4d7d
+_HELD = list,tuple,range # Batches that are there, the same in each pass
+
 def _knows_its_length(dl):
     "Whether the `len` of a loader can be trusted; others are read again to see whether more comes"
-    if isinstance(dl, (list, tuple)): return True
+    if isinstance(dl, _HELD): return True
     return isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)
 
 def _is_over(dl, done):
@@ -335,8 +337,7 @@ def _end_pass(trainer, over, stopped, own, workers):
 def _replayed(trainer, batches, start, done):
     "`batches` after the first `done`, which are read and dropped; the last of these; have they come in step?"
     dl,first,in_step = trainer.dl,drawn_in(trainer),True
-    if not isinstance(dl, (list, tuple)) and not hasattr(dl, 'load_state_dict'):
-        warn(_READ_AGAIN.format(done))
+    if not isinstance(dl, _HELD) and not hasattr(dl, 'load_state_dict'): warn(_READ_AGAIN.format(done))
     with undrawn():
         set_plain_random_state(start, strict=False)
         rest = iter(batches)

@@ -6,6 +6,7 @@ losses of all batches.
 
 import random
 import shutil
+import warnings
 from contextlib import suppress
 from datetime import timedelta
 
@@ -31,6 +32,7 @@ from isaac_loop.log.tracking import TrackingCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.state.checkpoint_files import load_weights
 from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.loop.events import Order
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.data.replay_loaders import ReplayLoader
@@ -780,3 +782,32 @@ def test_who_counts_the_epochs_counts_none_twice(tmp_path, kind, order, n):
     trainer = fit(make_trainer([*make(), CheckpointCB(tmp_path)]))
     counted = next(cb for cb in trainer.callbacks if isinstance(cb, EpochsCB))
     assert (counted.begun, counted.over) == (3, 3) and trainer.n_updates == 21
+
+
+@pytest.mark.parametrize("dl", [range(5), list(range(5)), tuple(range(5))], ids=type)
+def test_batches_that_are_there_are_read_again_without_a_word(dl, tmp_path):
+    "A `range` is the loader of a loop that makes its own batches, and costs nothing to count through"
+
+    class Noise(BasicTrainCB):
+        def predict(self, trainer):
+            trainer.preds = trainer.model(torch.randn(4, 1))
+
+        def get_loss(self, trainer):
+            trainer.loss = trainer.preds.square().mean()
+
+    def run(*callbacks):
+        torch.manual_seed(0)
+        callbacks = [Noise(), *callbacks]
+        return Trainer(DataLoaders(dl), None, optim.SGD, torch.nn.Linear(1, 1), callbacks)
+
+    whole = fit(run(), 2, valid=False)
+    with pytest.raises(Cut):
+        fit(
+            run(CutCB("before_step", lambda t: t.n_updates == 7), CheckpointCB(tmp_path, every=1)),
+            2,
+            valid=False,
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = fit(run(CheckpointCB(tmp_path, every=1)), 2, valid=False)
+    assert again.model.weight.equal(whole.model.weight)
