@@ -597,8 +597,8 @@ MUTANTS = [
     Mutant(
         "a sum is weighed like a mean",
         "mean_loss",
-        "loss if summed else loss*size",
-        "loss*size",
+        "counted if summed else map(mul, counted, filter(None, sizes))",
+        "map(mul, counted, filter(None, sizes))",
         ["test_sums_and_means_give_the_mean_of_an_example"],
     ),
     Mutant(

@@ -32,8 +32,8 @@ def _weights_of(model):
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #0a498c8d
 _NEVER = ('`{}` watched `{}`, which had no value in any epoch of this fit, '
           'so the weights are those of the last one. Was there no validation?')
-_OTHERS = ('The best weights of `{}` were kept in epoch {}, when the model had no `{}`{}. Those stay as they are '
-           'beside the best ones, which were never measured with them. Change the model between two fits.')
+_OTHERS = ('The best weights of `{}` were kept in epoch {}, when the model had no `{}`{}. Those stay as they '
+           'are beside the best ones, which were not measured with them. Change the model between two fits.')
 
 def _warn_of_others(cb, model):
     "Warn when the model has weights now that are not among the best ones"

@@ -5,264 +5,19 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/device/77_sharded.ipynb #36c680ff
+# %% ../../nbs/device/77_sharded.ipynb #eea26447
 from contextlib import suppress
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 
-import torch
-from torch import nn, optim
+from torch import nn
 
-from ..basics.tensors import is_part, part_like, whole
+from .cut_weights import check_model, check_own_parts, cut, groups_of, let_go_of_group
+from .cut_weights import picks_of, put_together, refuse_callbacks, reshard, settle, units_of
 from .synchronising import is_alone
 from .wrapped import Agreement, WrappedSync, found_lost
-from ..loop.events import CancelException, callback_name
+from ..loop.events import CancelException
 from ..state.errors import UnsaveableState
-from ..state.run_parts import parts_of
-
-# %% ../../nbs/device/77_sharded.ipynb #88ba6655
-def picks_of(
-    shard, # None, a class or several, or a function of a module
-): # Function of a module
-    "Which modules are units of their own"
-    if shard is None: return lambda module: False
-    if isinstance(shard, (type, tuple)): return lambda module: isinstance(module, shard)
-    return shard
-
-def places_of(
-    module:nn.Module, # A model
-    picks, # Which modules are units of their own
-    unit:nn.Module=None, # The one that `module` lies in
-): # Yields tuples of unit, module, name, parameter
-    "Where each parameter is, and in which unit"
-    if unit is None or picks(module): unit = module
-    for name,p in module._parameters.items():
-        if p is not None: yield unit,module,name,p
-    for child in module.children(): yield from places_of(child, picks, unit)
-
-# %% ../../nbs/device/77_sharded.ipynb #726d4e6e
-_NO_MODULE = ("`engine='fsdp'` cuts the weights of an `nn.Module`, and the model is a {kind}. Leave `engine` "
-              "out.")
-_NO_UNIT = ('`shard` chooses none of the modules in the model, so its weights would be put together all at '
-            'once. Name a class that is there, or leave `shard` out.')
-_CONTAINER = ('`shard` chooses a `{kind}`, which is never called itself, so nobody would put its weights '
-              'together. Choose what is in it.')
-_DEVICES = ("The model is on {devices}, and `engine='fsdp'` needs all of it on one device in each process. "
-            "Move it before `fit`, as in `model.to(device)`, or leave `engine` out.")
-_DTYPES = ("The weights have the types {dtypes}, and `engine='fsdp'` sends the gradients of a unit as one. "
-           "Have one type for all that learn, or leave `engine` out.")
-_SCALAR = ("`{name}` is a single number, which `engine='fsdp'` cannot cut. Make it `torch.ones(1)`, with one "
-           "dimension.")
-_TIED = ('A weight of shape {shape} belongs to two units, and each would have its own copy of it. Let '
-         '`shard` choose a module around both, or leave it out.')
-
-def check_model(
-    model, # About to be cut
-    picks, # Which modules are units of their own
-    chosen:bool=False, # Were modules chosen?
-):
-    "Refuse what cannot be cut"
-    if not isinstance(model, nn.Module): raise TypeError(_NO_MODULE.format(kind=type(model).__name__))
-    units = [module for module in model.modules() if module is not model and picks(module)]
-    if chosen and not units: raise ValueError(_NO_UNIT)
-    for unit in units:
-        kind = type(unit)
-        if kind.forward is nn.Module.forward: raise ValueError(_CONTAINER.format(kind=kind.__name__))
-    _check_weights(model)
-    owners = {}
-    for unit,_,_,p in places_of(model, picks):
-        if owners.setdefault(id(p), unit) is not unit: raise ValueError(_TIED.format(shape=tuple(p.shape)))
-
-def _check_weights(model):
-    "Refuse weights of several devices or types, and numbers"
-    named = list(model.named_parameters())
-    devices = sorted({str(p.device) for _,p in named})
-    if len(devices) > 1: raise ValueError(_DEVICES.format(devices=' and '.join(devices)))
-    dtypes = sorted({str(p.dtype) for _,p in named if p.requires_grad})
-    if len(dtypes) > 1: raise ValueError(_DTYPES.format(dtypes=' and '.join(dtypes)))
-    for name,p in named:
-        if p.ndim == 0: raise ValueError(_SCALAR.format(name=name))
-
-# %% ../../nbs/device/77_sharded.ipynb #904deae7
-_NOT_ALL = ("A part of the model was cut by `fully_shard`, but `{name}` is not, so it would be trained apart "
-            "in each process. Call `fully_shard(model)` as well, after its parts.")
-_OTHER_MESH = ("The model was cut for {n} processes in {dims} dimensions, and here are {size}. "
-               "`engine='fsdp'` works with one dimension of all processes.")
-_TWICE = ('The model was cut by `fully_shard` before, so `shard` would have no effect. Leave one of them '
-          'out.')
-
-def check_own_parts(
-    model:nn.Module, # Cut already
-    size:int, # How many processes there are
-    chosen:bool, # Were modules chosen?
-):
-    "Refuse parts that are not one for each process, and weights that nobody has cut"
-    if chosen: raise ValueError(_TWICE)
-    reshard(model)
-    for name,p in model.named_parameters():
-        if not is_part(p) or model not in units_of(model): raise ValueError(_NOT_ALL.format(name=name))
-        mesh = p.device_mesh
-        told = dict(n=mesh.size(), dims=mesh.ndim, size=size)
-        if mesh.size() != size or mesh.ndim != 1: raise ValueError(_OTHER_MESH.format(**told))
-
-# %% ../../nbs/device/77_sharded.ipynb #da221247
-_CANNOT = "`{cb}` does not work with `engine='fsdp'`: {why}. Leave it out, or leave `engine` out."
-_COPIES = 'it copies the model, and a model that is cut cannot be copied'
-_BACK = 'it takes weights back, and parts of weights cannot be put back as they were'
-_LOOKS = 'it measures single weights or gradients, of which each process has a part'
-_REFUSED = dict(
-    EMACB=_COPIES, SWACB=_COPIES, RewindCB=_BACK, BlackBoxCB=_BACK,
-    GradientStatsCB=_LOOKS, UpdateRatioCB=_LOOKS, NonFiniteCB=_LOOKS, NonFiniteStopCB=_LOOKS,
-    ExportCB='it reads the weights in one process alone',
-    FreezeCB='which weights learn cannot change while they are cut',
-    CompileCB='it replaces the model, which is cut already')
-
-_BY_NORM = 'of parts it knows only the common norm, so it needs `max_norm` and a finite `norm_type`'
-
-def refuse_callbacks(
-    callbacks, # Of a trainer
-):
-    "Refuse callbacks that do not work with parts of weights"
-    for cb in callbacks:
-        whys = [_REFUSED[c.__name__] for c in type(cb).__mro__ if c.__name__ in _REFUSED]
-        if getattr(cb, 'clips_single_gradients', False): whys = [_BY_NORM]
-        if whys: raise TypeError(_CANNOT.format(cb=callback_name(cb), why=whys[0]))
-
-# %% ../../nbs/device/77_sharded.ipynb #94c36d68
-_HOOKS = 'hooks','hooks_with_kwargs','hooks_always_called' # How the names of a module's hooks end
-
-def _is_of_torch(hook):
-    hook = getattr(hook, 'hook', hook)
-    return str(getattr(hook, '__module__', '')).startswith('torch.distributed')
-
-def _without_hooks(module):
-    "Take from `module` the hooks that `fully_shard` has put there"
-    tables = [table for name,table in vars(module).items() if name.endswith(_HOOKS) and table]
-    found = [i for table in tables for i,hook in table.items() if _is_of_torch(hook)]
-    for table in tables:
-        for i in found: table.pop(i, None)
-
-def _remembered(model):
-    "A function that takes from each module what will be put on it from now on"
-    from torch.distributed import _composable_state as known
-    before = [(module, type(module), set(vars(module))) for module in model.modules()]
-    def undo(new):
-        for module,kind,names in before:
-            _without_hooks(module)
-            known._module_state_mapping.pop(module, None) # Or it could not be cut again
-            module.__class__ = kind
-            for name in new[module]-names: vars(module).pop(name, None)
-    return undo
-
-# %% ../../nbs/device/77_sharded.ipynb #c6a781c5
-def _carry_over(trainer, pairs, change):
-    "Let optimizers work on other parameters; `change` makes what belongs to them"
-    for opt in parts_of(trainer, optim.Optimizer).values():
-        for group in opt.param_groups: group['params'] = [pairs.get(id(p), p) for p in group['params']]
-        for old in [p for p in opt.state if id(p) in pairs]:
-            new,state = pairs[id(old)],opt.state.pop(old)
-            opt.state[new] = {name: _changed(x, old, new, change) for name,x in state.items()}
-
-def _changed(x, old, new, change):
-    "What an optimizer remembers of a parameter; numbers stay"
-    alike = torch.is_tensor(x) and (is_part(x) or x.shape == new.shape)
-    return change(x, new) if alike else x
-
-def _whole(x, like): return whole(x)
-
-# %% ../../nbs/device/77_sharded.ipynb #5299b91b
-_meshes = count() # No two are alike, since PyTorch remembers results by them
-
-def units_of(
-    model:nn.Module, # Perhaps cut
-)->list:
-    "The units of a model that is cut"
-    from torch.distributed.fsdp import FSDPModule
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-def _groups(model):
-    "What PyTorch keeps of each unit"
-    return [group for unit in units_of(model) for group in unit._get_fsdp_state()._fsdp_param_groups]
-
-def settle(
-    model:nn.Module, # Cut
-):
-    "Have PyTorch settle which unit is the outermost, as the first forward pass would do"
-    model._get_fsdp_state()._lazy_init()
-
-def reshard(
-    model:nn.Module, # Cut
-):
-    "Forget what was put together"
-    for unit in units_of(model): unit.reshard()
-
-@torch.no_grad()
-def cut(
-    trainer, # In a fit
-    picks, # Which modules are units of their own
-): # Function that puts the weights together; with `lost=True` without asking others
-    "Cut the weights of the model"
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.device_mesh import DeviceMesh
-    model,places = trainer.model,list(places_of(trainer.model, picks))
-    undo,device = _remembered(model),places[0][3].device.type
-    mesh = DeviceMesh.from_group(trainer.ranks._group, device, mesh_dim_names=(f'processes{next(_meshes)}',))
-    for module in reversed(list(model.modules())): # A unit comes before one around it
-        if module is model or picks(module): fully_shard(module, mesh=mesh)
-    added = {module: set(vars(module)) for module in model.modules()}
-    new = [(module, name, p, module._parameters[name]) for _,module,name,p in places]
-    _carry_over(trainer, {id(p): part for *_,p,part in new}, part_like)
-    for *_,p,part in new:
-        if p.grad is not None: part.grad,p.grad = part_like(p.grad, part),None
-    for _,_,p,_ in new: p.data = p.new_empty(0) # From here on there are only parts
-    return lambda lost=False: _together(trainer, new, lambda: undo(added), lost)
-
-# %% ../../nbs/device/77_sharded.ipynb #3cb0923f
-_LOST = ('The weights of the model are NaN now, since each process had a part of them and they cannot ask '
-         'one another any more. Load a checkpoint to go on.')
-
-def _filled(part): return torch.full(part.shape, torch.nan, dtype=part.dtype, device=part.device)
-
-@torch.no_grad()
-def _together(trainer, new, undo, lost):
-    "Put the whole weights where they were before"
-    reshard(trainer.model)
-    make = (lambda x, like: _filled(x)) if lost else _whole
-    for p,part in {id(p): (p, part) for *_,p,part in new}.values():
-        p.data = make(part, p)
-        p.grad = None if part.grad is None or lost else whole(part.grad)
-        p.requires_grad_(part.requires_grad)
-    let_go_of_group(trainer.model)
-    undo()
-    for module,name,p,_ in new: module._parameters[name] = p
-    _carry_over(trainer, {id(part): p for *_,p,part in new}, make)
-    if lost and trainer.exception is not None: trainer.exception.add_note(_LOST)
-
-def let_go_of_group(
-    model:nn.Module, # Cut
-):
-    "Hold on to no connection"
-    infos = [(group.mesh_info, group.post_forward_mesh_info) for group in _groups(model)]
-    for info in filter(None, chain(*infos)):
-        with suppress(AttributeError): info.mesh._pg_registry.clear()
-        info.shard_process_group = None
-
-# %% ../../nbs/device/77_sharded.ipynb #8c4d750f
-def put_together(
-    trainer, # Is about to validate
-): # Function that forgets the whole weights
-    "Have whole weights in every process, until they are forgotten"
-    groups = _groups(trainer.model)
-    settle(trainer.model)
-    def gather():
-        for unit in units_of(trainer.model): unit.unshard()
-    found_lost(trainer, gather)
-    before = [(group, group.post_forward_mesh_info) for group in groups]
-    for group in groups: group.post_forward_mesh_info = None # Stay whole behind a forward pass
-    def forget():
-        for group,info in before: group.post_forward_mesh_info = info
-        reshard(trainer.model)
-    return forget
 
 # %% ../../nbs/device/77_sharded.ipynb #8f8f48f1
 class Guarded:
@@ -284,7 +39,7 @@ class PartsAgreement(Agreement):
         model:nn.Module, # Cut, behind a forward pass
     ):
         "Note which parameters get a gradient here"
-        for of_torch in chain(*(group.fsdp_params for group in _groups(model))):
+        for of_torch in chain(*(group.fsdp_params for group in groups_of(model))):
             p,part = getattr(of_torch, '_unsharded_param', None),of_torch.sharded_param
             if p is not None and p.requires_grad and p not in self._watched:
                 p.register_post_accumulate_grad_hook(lambda p, part=part: self.used.add(id(part)))

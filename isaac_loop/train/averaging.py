@@ -114,8 +114,8 @@ def _are_alike(tensors):
     return len(kinds) == 1 and next(iter(kinds))[0] and tensors[0].is_floating_point()
 
 # %% ../../nbs/train/50_averaging.ipynb #1ca7276b
-_OTHERS = ('`{cb}` has begun its average with {then} parameters, and the model has {now}{others}, so the mean of '
-           'both would be of no model. Change the model between two fits.')
+_OTHERS = ('`{cb}` has begun its average with {then} parameters, and the model has {now}{others}, so the '
+           'mean of both would be of no model. Change the model between two fits.')
 
 def _check_same(cb, average, model):
     "Refuse a model that has got or lost parameters since its average was begun"
