@@ -33,12 +33,19 @@ def _check_trainer(trainer, partial):
         own = [name for name in vars(cls) if name in usual and not name.startswith('__')]
         if own and not partial: raise ValueError(_OTHER_LOOP.format(cls=cls.__name__, name=own[0]))
         yield from (f'{cls.__name__}.{name}: it is written anew in a subclass' for name in own)
-    if trainer.opt_func is None: raise ValueError(_NO_OPT_FUNC)
+    if trainer.opt_func is not None: return
+    raise ValueError(_NO_OPT_FUNC if 'opt' in vars(trainer) else _SEVERAL.format(names=_optimizers(trainer)))
+
+def _optimizers(trainer):
+    "Names of the attributes in which a trainer keeps optimizers"
+    return ', '.join(f'`{k}`' for k,o in vars(trainer).items() if hasattr(o, 'param_groups')) or 'none'
 
 _OTHER_LOOP = ('`{cls}.{name}` is written anew, so the loop is another than the one that is known here. Take '
                'it out for the script, or write the loop by hand.')
 _NO_OPT_FUNC = ('The trainer has `opt_func=None`, but the script makes its optimizer from parameters and a '
                 'rate. Give the trainer a function for that, such as `lambda params, lr: trainer.opt`.')
+_SEVERAL = ('The trainer has no `opt`, and as optimizers of its own: {names}. But the script makes one from '
+            'parameters and a rate. Write such a loop by hand; `trainer.map()` tells what belongs into it.')
 
 # %% ../../nbs/inspection/89_script.ipynb #a4144b3c
 _NO_END = ('The script did not come to rest after {} rounds. '

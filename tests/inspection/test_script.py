@@ -1290,3 +1290,15 @@ def test_a_default_that_has_grown_is_refused():
     trainer.fit(1, 0.01)
     with pytest.raises(ValueError, match="has a default that has changed. Keep what changes as an attribute"):
         trainer.to_script()
+
+
+def test_a_trainer_with_several_optimizers_is_told_that_its_loop_is_to_be_written_by_hand():
+    trainer = make_trainer([BasicTrainCB()], opt_func=None)
+    with pytest.raises(ValueError, match="has no `opt`, and as optimizers of its own: none"):
+        trainer.to_script()
+    trainer.opt_d = trainer.opt_g = optim.SGD(trainer.model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="of its own: `opt_d`, `opt_g`(.|\n)*by hand"):
+        trainer.to_script()
+    trainer.opt = trainer.opt_d
+    with pytest.raises(ValueError, match="lambda params, lr: trainer.opt"):
+        trainer.to_script()
