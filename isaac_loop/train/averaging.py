@@ -18,6 +18,7 @@ from ..basics.checks import check_choice, is_number, warn
 from ..data.shared_loaders import rows_given
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
+from ..loop.passes import n_batches
 from ..loop.shared_attributes import offering
 
 # %% ../../nbs/train/50_averaging.ipynb #fd9ef505
@@ -302,7 +303,11 @@ def _measuring(model):
 class _MeasureCB:
     "Run batches through the average, so that its batch norms see them; nothing is learnt"
     n_batches = 0
-    def __init__(self, model): self.model = model
+    def __init__(self, model, most): self.model,self.most = model,most
+
+    def before_batch(self, trainer):
+        "End a pass that has had as many batches as one of the fit"
+        if trainer.batch_num == self.most: raise CancelEpochException(f'a pass of the fit had {self.most}')
 
     def predict(self, trainer):
         "Let the average see the batch, if this process has rows of it"
@@ -322,7 +327,9 @@ def _measure_anew(average, trainer):
     "Run the training data through `average` for its batch norms"
     loader,grads = trainer.dls.train,[p.grad for p in trainer.model.parameters()]
     position = loader.state_dict() if hasattr(loader, 'load_state_dict') else None
-    before,measure = {name: x.clone() for name,x in average.state_dict().items()},_MeasureCB(average)
+    before = {name: x.clone() for name,x in average.state_dict().items()}
+    passed = [n for _,n in trainer._lengths if n_batches(loader) is None] # A stream may be endless
+    measure = _MeasureCB(average, max(passed, default=None))
     side_run = trainer.side_run(measure, below=Order.STEP)
     try:
         with _measuring(average), side_run as side, torch.no_grad(): side.fit(1, valid=False)

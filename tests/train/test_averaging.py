@@ -17,6 +17,7 @@ from isaac_loop.all import (
     EMACB,
     GradientStatsCB,
     KeepBestCB,
+    LimitCB,
     MetricsCB,
     MixedPrecisionCB,
     NBatchCB,
@@ -224,3 +225,27 @@ def test_norms_of_gradients_have_those_of_a_layer_that_came_later():
     trainer, _ = grown(GradientStatsCB(), ClipGradCB(1e9, column="norm"))
     assert trainer.history["grad_norm"] == pytest.approx(trainer.history["norm"])
     assert {"1.weight", "1.bias"} <= {o["parameter"] for o in trainer.GradientStatsCB.rows()}
+
+
+class Endless:
+    "Batches without an end"
+
+    def __iter__(self):
+        self.given = 0
+        while True:
+            self.given += 1
+            yield torch.full((4, 1), float(self.given)), torch.ones(4, 1)
+
+
+def test_an_average_is_measured_on_as_many_batches_of_a_stream_as_a_pass_has_had():
+    trainer = Trainer(
+        DataLoaders(Endless()),
+        F.mse_loss,
+        optim.SGD,
+        norms(),
+        [BasicTrainCB(), LimitCB(5), SWACB(0.0, every="update")],
+    )
+    trainer.fit(1, lr=0.0, valid=False)
+    first, norm, _ = trainer.SWACB.average.module
+    seen = torch.cat([torch.full((4, 1), float(i)) for i in range(1, 6)])
+    assert torch.allclose(norm.running_mean, first(seen).mean(0), atol=1e-5)
