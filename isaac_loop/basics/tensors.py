@@ -90,7 +90,7 @@ def part_like(
 def batch_size(
     x, # Anything `map_tensors` walks through
 )->int: # Rows of the first tensor, or None when there is none with rows
-    "How many examples `x` holds"
+    "How many rows `x` has"
     first = x[0] if type(x) in (tuple, list) and x else x
     if type(first) is torch.Tensor and first.ndim: return first.shape[0] # Of most batches
     sizes = []
@@ -103,6 +103,104 @@ def _n_rows(x): # A list, empty if there are none
     "How many rows a tensor has; those of a packed sequence are its sequences, and not their places"
     if isinstance(x, PackedSequence): return [int(x.batch_sizes[0])]
     return [len(x)] if x.ndim else []
+
+# %% ../../nbs/basics/30_tensors.ipynb #8ca3265d
+@dataclasses.dataclass
+class _Says:
+    "What an entry says of the number of examples"
+    likely:int
+    other:int = None # Instead, where others say so and none says what is likely
+    known:int = None # What others may go by; None if it is no more than likely
+    has_tensors:bool = True # Else it only helps to understand the others
+
+def _said(x): # None if it says nothing
+    "What an entry says by itself"
+    if _has_rows(x): return next((_Says(n, known=n) for n in _n_rows(x)), None)
+    if _is_list(x): return _said_by_list(x)
+    values = (said for said in map(_said, _values_of(x)) if said and said.has_tensors)
+    first = next(values, None)
+    if first is None: return None
+    n = _settled(first, [*values]) if first.other is not None else first.likely
+    return _Says(n, known=n)
+
+def _is_list(x): return isinstance(x, SEQUENCES) and not hasattr(x, '_fields')
+
+def _values_of(record):
+    if isinstance(record, Mapping): return list(record.values())
+    if isinstance(record, tuple): return record
+    if not dataclasses.is_dataclass(record) or isinstance(record, type): return ()
+    return [getattr(record, field.name) for field in dataclasses.fields(record) if field.init]
+
+def _said_by_list(x):
+    "What a list says: it holds one thing for each example, or columns of them"
+    members = [member for member in x if member is not None]
+    columns = [member for member in members if _has_rows(member) or _is_list(member)]
+    if len(columns) == len(members): return _said_by_columns(x, columns)
+    if not columns: return _Says(len(x), known=len(x), has_tensors=any(map(_holds_tensors, members)))
+    n = batch_size(x)
+    return None if n is None else _Says(n, known=n)
+
+def _holds_tensors(x): return not isinstance(x, (str, int, float)) and batch_size(x) is not None
+
+def _said_by_columns(x, columns):
+    "The same where each member may itself hold all examples, but hardly if they hold different numbers"
+    said = list(filter(None, map(_said, columns)))
+    if not said: return None
+    rows,has_tensors = said[0].likely,any(own.has_tensors for own in said)
+    if not _are_alike(columns): return _Says(rows, known=rows, has_tensors=has_tensors)
+    differ = len({own.likely for own in said}) > 1
+    likely,other = (len(x), rows) if differ and not isinstance(x, tuple) else (rows, len(x))
+    return _Says(likely, other, len(x) if differ else None, has_tensors)
+
+def _are_alike(columns):
+    "Might these be the same thing of several examples, such as their images?"
+    return len({(getattr(o, 'dtype', None), getattr(o, 'ndim', None)) for o in columns}) == 1
+
+def _settled(said, others):
+    "How many examples an entry has, beside what the others say"
+    if said.other is None or any(said.likely == beside.likely for beside in others): return said.likely
+    return said.other if any(said.other == beside.known for beside in others) else said.likely
+
+def n_examples(
+    *sides, # Inputs and targets of a batch, or targets and predictions; each a tuple of entries
+)->int: # None if there is no tensor with rows
+    "How many examples the entries hold: as many as the first, unless both sides agree on another number"
+    one,two = (side[0] if type(side) is tuple and side else None for side in (sides[0], sides[-1]))
+    if type(one) is torch.Tensor and one.ndim:
+        agree = type(two) is torch.Tensor and two.ndim and two.shape[0] == one.shape[0]
+        if agree or not sides[0][1:]: return one.shape[0] # Of most batches
+    return _found([(i, said) for i,side in enumerate(sides) for said in map(_said, _entries(side)) if said])
+
+def _entries(side): return side if _is_list(side) else [side]
+
+def _found(said):
+    "The number of examples, from pairs of a side and what one of its entries says"
+    first = next((i for i,(_,own) in enumerate(said) if own.has_tensors), None)
+    if first is None: return None
+    beside = lambda i: [own for j,(_,own) in enumerate(said) if j != i]
+    found = [(side, _settled(own, beside(i))) for i,(side,own) in enumerate(said)]
+    n,others = found[first][1],found[:first]+found[first+1:]
+    if any(m == n for _,m in others): return n
+    return next((m for side,m in others if any(side != i and m == k for i,k in others)), n)
+
+# %% ../../nbs/basics/30_tensors.ipynb #4bb4faa4
+def examples_at(
+    x, # An entry of a batch, or predictions
+    which:slice, # Which examples
+    n:int, # How many there are; what has another number of rows stays as it is
+): # The same structure
+    "Some of the examples in `x`"
+    is_leaf = lambda o: torch.is_tensor(o) or _has_one_each(o, n)
+    cut = lambda o: o if torch.is_tensor(o) and not (o.ndim and len(o) == n) else o[which]
+    return map_tensors(cut, x, is_leaf)
+
+def _has_one_each(x, n):
+    "Is `x` a list of `n` examples, and not one of columns that hold `n` each?"
+    if not _is_list(x) or len(x) != n: return False
+    columns = [member for member in x if _has_rows(member) or _is_list(member)]
+    if len(columns) < len(x) or not _are_alike(columns): return not columns
+    rows = {said.likely for said in map(_said, columns) if said}
+    return bool(rows) and (n not in rows or (len(rows) > 1 and not isinstance(x, tuple)))
 
 # %% ../../nbs/basics/30_tensors.ipynb #0ed954d7
 _SEVERAL_WEIGHTS = ('`weigh` gave a tensor of shape {shape}, but a batch has one weight. Let it return a '

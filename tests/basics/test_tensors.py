@@ -1,4 +1,4 @@
-"""Walks through batches, moves between devices, and seeds, checked against a list of paths.
+"""Walks through batches, counts, moves between devices, and seeds, checked against a list of paths.
 
 The batches are drawn at random from lists, tuples, named tuples, mappings, dataclasses, tensors and things
 that are none of these. PyTorch's `meta` device stands for an accelerator, so that a move can be seen on any
@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from fastcore.foundation import L
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,8 +23,10 @@ from isaac_loop.basics import tensors
 from isaac_loop.basics.tensors import (
     batch_size,
     default_device,
+    examples_at,
     inplace,
     map_tensors,
+    n_examples,
     set_seed,
     to_cpu,
     to_device,
@@ -220,6 +223,110 @@ def test_the_size_of_a_batch_is_the_length_of_its_first_tensor_with_rows(x):
     "Against the list of paths; None when there is no such tensor"
     sizes = [o.shape[0] for _, o in paths(x) if isinstance(o, torch.Tensor) and o.ndim > 0]
     assert batch_size(x) == (sizes[0] if sizes else None)
+
+
+# Examples
+
+
+def zeros(*shape):
+    return torch.zeros(shape)
+
+
+def ids(*shape):
+    return torch.zeros(shape, dtype=torch.long)
+
+
+BOXES = [{"boxes": zeros(k, 4)} for k in (7, 1, 1, 1)]
+IMAGES = [zeros(3, 5 + i, 5) for i in range(4)]
+SEQUENCES = [zeros(k, 2) for k in (7, 2, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        BOXES,
+        tuple(BOXES),
+        IMAGES,
+        tuple(IMAGES),
+        SEQUENCES,
+        tuple(SEQUENCES),
+        L(IMAGES),
+        [Example(zeros(k), "a text") for k in (7, 1, 1, 1)],
+        [[o["boxes"], zeros(3)] for o in BOXES],
+        {"images": IMAGES, "boxes": BOXES},
+        Pair(BOXES, "a text"),
+    ],
+)
+@pytest.mark.parametrize("beside", [zeros(4), [0, 1, 1, 0], ["a", "b", "c", "d"], tuple(BOXES)])
+def test_a_list_of_examples_has_as_many_as_it_is_long(entry, beside):
+    assert n_examples((entry,), (beside,)) == n_examples((beside,), (entry,)) == 4
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_images_are_counted_in_small_batches_as_in_large_ones(n):
+    images = [zeros(3, 5 + i, 5) for i in range(n)]
+    assert n_examples((images,), (zeros(n),)) == n_examples((images,), (BOXES[:1] * n,)) == n
+
+
+@pytest.mark.parametrize("kind", [list, tuple, L])
+def test_a_list_of_inputs_has_the_rows_of_each(kind):
+    "As PyTorch's loaders make it, also if the targets have other rows"
+    inputs = kind([zeros(8, 3), zeros(8, 2)])
+    for targets in ([zeros(8)], [kind([zeros(8), zeros(8)])], [zeros(40)], []):
+        assert n_examples((inputs,), targets) == 8
+    assert n_examples((kind([zeros(2, 3), zeros(2, 2)]),), (zeros(2),)) == 2
+
+
+def test_a_batch_is_a_list_of_entries_and_not_of_examples():
+    for x, y in ((zeros(8, 3), zeros(8)), ([zeros(8, 3), zeros(8)], zeros(8)), (zeros(8), [zeros(8)] * 3)):
+        assert n_examples([x, y]) == n_examples((x, y)) == n_examples((x,), (y,)) == 8
+
+
+UNALIKE = {
+    "a state": ((zeros(8, 5, 3), zeros(1, 8, 4)), zeros(8)),
+    "nodes and edges": ((zeros(9, 4), ids(2, 12)), zeros(2)),
+    "nodes, edges and graphs": ((zeros(9, 4), ids(2, 12), ids(9)), zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", UNALIKE)
+def test_a_tuple_of_different_things_is_no_list_of_examples(name):
+    inputs, targets = UNALIKE[name]
+    assert n_examples((inputs,), (targets,)) == n_examples((inputs,)) == len(inputs[0])
+
+
+def test_an_entry_alone_with_its_number_gives_way_to_one_on_which_both_sides_agree():
+    weights, labels, preds = zeros(2), zeros(8), zeros(8, 2)
+    assert n_examples((weights, labels), (preds,)) == n_examples((weights, preds), (labels,)) == 8
+    assert n_examples((weights,), (preds,)) == 2
+    assert n_examples((zeros(9, 4), ids(12), ids(12)), (zeros(3),)) == 9  # Both are inputs
+    assert n_examples((zeros(2, 3), zeros(8)), (ids(2), preds)) == 2
+
+
+@pytest.mark.parametrize("text", [["a", "b", "c"], [["a", "b"], ["c"]], [1, 2, 3], [], None, "abc", [None]])
+def test_what_holds_no_tensor_never_counts_by_itself(text):
+    assert n_examples((text,), ()) is n_examples((text, text), (text,)) is None
+    assert n_examples((text,), (zeros(8),)) == n_examples((text, zeros(8)), ()) == 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches)
+def test_examples_are_counted_in_whatever_has_tensors_with_rows(x):
+    "And of records without lists they are the rows of the first"
+    n = n_examples((x,))
+    assert (n is None) is (batch_size(x) is None)
+    if not any(kind in (list, tuple) for place, _ in paths(x) for kind in place):
+        assert n == batch_size(x)
+
+
+def test_single_examples_are_taken_out_of_lists_and_tensors():
+    targets = {"boxes": BOXES, "labels": torch.arange(4), "weights": zeros(2), "name": "a text"}
+    found = examples_at(targets, slice(1, 3), 4)
+    assert found["boxes"] == BOXES[1:3] and found["labels"].tolist() == [1, 2]
+    assert found["weights"] is targets["weights"] and found["name"] == "a text"
+    assert examples_at(tuple(IMAGES), slice(3, 4), 4) == tuple(IMAGES[3:])
+    columns = examples_at([torch.arange(2), torch.arange(2)], slice(1, 2), 2)
+    assert [o.tolist() for o in columns] == [[1], [1]]
 
 
 # Devices
