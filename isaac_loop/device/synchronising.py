@@ -11,14 +11,14 @@ from functools import partial
 import torch
 
 from ..basics.settings import show_settings
-from ..basics.tensors import batch_size, batch_weight, map_tensors
+from ..basics.tensors import batch_weight, examples_at, map_tensors, n_examples
 from ..data.shared_loaders import rows_given, rows_of_all
 from .alike import named_parameters
 from .exchange import Exchange
 from ..loop.events import CancelBatchException, CancelEpochException
 from ..loop.events import CancelFitException, CancelStepException, Order
 from ..loop.handlers import has_own_batch
-from ..loop.passes import parts_of
+from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
 from ..state.run_parts import parts_of as modules_of
 from ..train.example_losses import reduction_of
@@ -38,16 +38,16 @@ def has_no_rows(
 
 def _cut(trainer):
     "Leave the borrowed row out of the batch and the predictions"
-    n = batch_size(trainer.batch)
-    without = lambda x: x[:0] if x.ndim and len(x) == n else x
-    trainer.batch = map_tensors(without, trainer.batch)
-    if hasattr(trainer, 'preds'): trainer.preds = map_tensors(without, trainer.preds)
+    batch,n = trainer.batch,n_examples(trainer.batch)
+    without = lambda x: examples_at(x, slice(0), n)
+    trainer.batch = map_tensors(without, batch, lambda x: x is not batch or torch.is_tensor(x))
+    if hasattr(trainer, 'preds'): trainer.preds = without(trainer.preds)
 
 def _leave_out():
     raise CancelStepException('this process has none of the rows of this batch')
 
 # %% ../../nbs/device/67_synchronising.ipynb #504a7f91
-_NO_ROWS = ('The inputs of the batch, a {kind}, hold no tensor with rows, so `DistributedCB` cannot tell '
+_NO_ROWS = ('The batch, a {kind}, holds no tensor with rows, so `DistributedCB` cannot tell '
             "how much the loss of this process weighs. Say it: `weigh='mean'` if all shares weigh the "
             'same, or a function of the batch.')
 
@@ -57,7 +57,7 @@ def share_weight(
 ):
     "What the loss of this share weighs"
     if callable(weigh): return batch_weight(weigh(trainer.batch))
-    rows = batch_size(parts_of(trainer.split, trainer.batch)[0])
+    rows = rows_here(trainer)
     if weigh == 'samples' and rows is None:
         raise TypeError(_NO_ROWS.format(kind=type(trainer.batch).__name__))
     if weigh == 'samples': return float(rows)

@@ -12,14 +12,14 @@ from fastcore.basics import patch
 from ..basics.checks import check_function, warn
 from ..basics.old_names import old_words
 from ..basics.settings import show_settings
-from ..basics.tensors import batch_size, map_tensors
+from ..basics.tensors import map_tensors, n_examples
 from .join_batches import join_batches
 from .shared_evaluation import first_row, from_all
 from .values import shapes
 from ..loop.events import Order
-from ..loop.passes import parts_of
+from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
-from ..metrics.losses import ended_in_error, has_no_rows, rows_of
+from ..metrics.losses import ended_in_error, has_no_rows
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 
 # %% ../../nbs/evaluate/19_capturing.ipynb #be133bee
@@ -35,7 +35,9 @@ class Predictions:
         self.preds,self.targets = preds,targets
         self.losses,self.inputs,self.indices = losses,inputs,indices
 
-    def __len__(self): return len(self.indices) if self.indices is not None else batch_size(self.preds) or 0
+    def __len__(self):
+        if self.indices is not None: return len(self.indices)
+        return n_examples((self.preds,), (self.targets,)) or 0
 
     def __iter__(self):
         further = [o for o in (self.losses, self.inputs) if o is not None]
@@ -90,7 +92,7 @@ def _pass_of(trainer): return trainer.history.fit,trainer.epoch
 
 def _rows(trainer):
     "How many examples the batch has"
-    return rows_of(trainer.batch, parts_of(trainer.split, trainer.batch)[0]) or 0
+    return rows_here(trainer) or 0
 
 # %% ../../nbs/evaluate/19_capturing.ipynb #6c3330fb
 _NOTHING_CAPTURED = ('No batch was captured, so there are no predictions. '

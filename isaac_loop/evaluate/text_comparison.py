@@ -22,7 +22,7 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_count, check_list, warn
 from ..loop.events import CancelException, Order
 from ..basics.tables import Table
-from ..basics.tensors import batch_size, map_tensors
+from ..basics.tensors import map_tensors, n_examples
 
 # %% ../../nbs/evaluate/60_text_comparison.ipynb #f7a14224
 def word_error_rate(
@@ -183,7 +183,7 @@ def _keep(self:TextComparisonCB, trainer):
     truth = self.truth(trainer.batch) if self.truth else _first_of(targets)
     lengths = self.lengths(trainer.batch) if self.lengths else None
     kept = dict(truth=truth, lengths=lengths, n=self._n_here(trainer), batch=trainer.batch_num)
-    if self.generate: kept['inputs'] = _head(inputs, kept['n'], batch_size(inputs))
+    if self.generate: kept['inputs'] = _head(inputs, kept['n'], n_examples(inputs, targets))
     else: kept['predicted'] = (self.tokens or _likeliest)(trainer.preds)
     return map_tensors(lambda o: o.detach().clone(), kept)
 

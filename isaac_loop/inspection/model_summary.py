@@ -14,8 +14,8 @@ from torch import nn
 
 from ..models.hooks import Hooks, find_modules, probing
 from ..basics.tables import Table
-from ..basics.tensors import SEQUENCES, batch_size, to_device
-from ..loop.passes import parts_of
+from ..basics.tensors import SEQUENCES, n_examples, to_device
+from ..loop.passes import parts_of, rows_of
 from ..loop.trainer import Trainer
 from ..data.generators import held_generators
 from ..state.snapshot import Snapshot
@@ -127,7 +127,7 @@ def summarize_model(
     def run():
         if hasattr(batch, 'keys'): return model(**batch)
         return model(*batch) if isinstance(batch, SEQUENCES) else model(batch)
-    return _table(*_rows_of(model, run), batch_size(batch))
+    return _table(*_rows_of(model, run), n_examples(batch))
 
 def _check_model(model):
     if not isinstance(model, nn.Module): raise TypeError(_NO_LAYERS.format(kind=type(model).__name__))
@@ -145,7 +145,7 @@ def _of_trainer(self:Trainer,
     with probing(self.model): batch = _first_batch(self.dls) if batch is None else batch
     device = next((p.device for p in self.model.parameters()), None)
     batch = batch if device is None else to_device(batch, device)
-    n = batch_size(parts_of(self.split, batch)[0]) or batch_size(batch)
+    n = rows_of(batch, *parts_of(self.split, batch))
     return _table(*_rows_of(self.model, lambda: _predict(self, batch)), n)
 
 _of_trainer.__name__,_of_trainer.__qualname__ = 'summarize_model','Trainer.summarize_model'

@@ -14,7 +14,7 @@ import numpy as np
 from fastcore.basics import patch
 
 import isaac_loop.evaluate.evaluation  # noqa: F401  More methods of the trainer
-from ..basics.tensors import batch_size, map_tensors
+from ..basics.tensors import map_tensors
 from ..evaluate.join_batches import join_batches
 from ..evaluate.predictions import NoLossCB
 from .aitoolbox_records import Messages, TrainHistory
@@ -22,7 +22,7 @@ from .foreign_callback import method_of
 from .foreign_trainer import Facade, forwarded, loss_of, losses_of_all, mean_of, replaceable
 from ..log.run_config import accumulation_of
 from ..loop.events import CancelStepException, Order
-from ..loop.passes import n_batches
+from ..loop.passes import n_batches, rows_here
 
 # %% ../../nbs/interop/25_aitoolbox_loop.ipynb #3a49686c
 AIT_EVENTS = (
@@ -148,7 +148,7 @@ def _begin_epoch(self:TrainLoop, epoch):
 def _n_rows(self:TrainLoop):
     "Rows that this process has of the batch"
     trainer = self._trainer
-    rows = batch_size(trainer.split(trainer.batch)[0]) if trainer.ranks.size > 1 else 1
+    rows = rows_here(trainer) if trainer.ranks.size > 1 else 1
     return (rows or 1)*self._has_rows()
 
 @patch

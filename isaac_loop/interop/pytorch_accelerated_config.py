@@ -9,7 +9,7 @@ __all__ = []
 from dataclasses import dataclass, asdict
 
 from ..log.run_config import RunConfig, autocast_type, loader_batch_size
-from ..basics.tensors import batch_size
+from ..basics.tensors import n_examples
 
 # %% ../../nbs/interop/43_pytorch_accelerated_config.ipynb #3ee93d8c
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _RunConfig:
 def _rows_per_batch(dl):
     "How many rows a loader gives at once, as far as it or the first entry of a list tells"
     size = loader_batch_size(dl)
-    return batch_size(dl[0]) if size is None and isinstance(dl, (list, tuple)) and dl else size
+    return n_examples(dl[0]) if size is None and isinstance(dl, (list, tuple)) and dl else size
 
 _HALVES = dict(bfloat16='bf16', float16='fp16', bf16='bf16', fp16='fp16')
 

@@ -18,7 +18,7 @@ from ..basics.checks import did_you_mean
 from .foreign_callback import foreign_of, method_of
 from .foreign_trainer import Facade, forwarded, replaceable
 from .pytorch_accelerated_config import half_of, run_config_of
-from ..basics.tensors import batch_size
+from ..basics.tensors import n_examples
 
 # %% ../../nbs/interop/45_pytorch_accelerated_trainer.ipynb #5f836974
 class _RunHistory:
@@ -235,7 +235,7 @@ def _output(self:AcceleratedTrainer):
     "The present batch as pytorch-accelerated describes it; its loss is counted"
     trainer = self._trainer
     inputs,targets = trainer.split(trainer.batch)
-    size = (batch_size(targets) or batch_size(inputs)) if self._has_rows() else 0
+    size = n_examples(targets, inputs) if self._has_rows() else 0
     is_ours = isinstance(self._loss_tracker, _LossSum)
     loss = trainer.loss if is_ours else trainer.loss.detach().mean().item() # Theirs wants a number
     self._loss_tracker.update(loss, size)

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from itertools import islice
 from operator import is_
 
+import torch
 from fastcore.basics import patch
 
-from ..basics.tensors import SEQUENCES
+from ..basics.tensors import SEQUENCES, batch_size, n_examples
 from . import advice, pass_checks
 from .events import callback_name
 from .handlers import has_own, has_own_batch
@@ -170,6 +171,28 @@ def parts_of(
     "The inputs and the targets in `batch`; if nobody can tell them apart, all of it is input"
     try: return split(batch)
     except advice.NoSplit: return (batch,),()
+
+# %% ../../nbs/loop/24_passes.ipynb #2e201328
+def _may_be_edges(x):
+    "Is `x` perhaps the list of edges of a graph, from which nobody can count examples?"
+    return torch.is_tensor(x) and x.ndim == 2 and len(x) == 2 and x.dtype == torch.long
+
+def rows_of(
+    batch, # As the loader gave it
+    inputs:tuple, # Its inputs
+    targets:tuple, # Its targets
+)->int: # None if it holds no tensor with rows
+    "How many examples the batch has"
+    first = inputs[0] if type(inputs) is tuple and inputs else None
+    if type(first) is not torch.Tensor or not first.ndim: n = n_examples(inputs, targets)
+    else: n = n_examples((first, *(x for x in inputs[1:] if not _may_be_edges(x))), targets)
+    return batch_size(batch) if n is None else n
+
+def rows_here(
+    trainer, # In a batch
+)->int: # As of `rows_of`
+    "How many examples the present batch has"
+    return rows_of(trainer.batch, *parts_of(trainer.split, trainer.batch))
 
 # %% ../../nbs/loop/24_passes.ipynb #3d20b34f
 def inputs_of(

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ..basics.checks import did_you_mean
-from ..basics.tensors import batch_size
+from ..basics.tensors import n_examples
 from ..loop.events import CancelException
 from ..loop.numbers_on_device import n_true
 
@@ -41,7 +41,8 @@ class MeanOf:
     ):
         "Add a batch"
         first = targets[0] if targets else preds
-        n = first.size(0) if type(first) is torch.Tensor and first.ndim else _n_examples(preds, targets)
+        is_plain = type(first) is torch.Tensor and first.ndim and not targets[1:]
+        n = first.size(0) if is_plain else _rows_of(preds, targets)
         if n == 0: return
         value = self.f(preds, *targets)
         says_which = type(value) is torch.Tensor and value.dtype is torch.bool and value.shape == (n,)
@@ -72,9 +73,10 @@ def _exact_on(x):
     "The type in which many numbers are added up: with double precision, where the device has it"
     return torch.float32 if x.device.type == 'mps' else torch.float64
 
-def _n_examples(preds, targets):
+def _rows_of(preds, targets):
     "How many examples a batch has; without any rows it counts as one"
-    return next((n for n in (batch_size(targets), batch_size(preds)) if n is not None), 1)
+    n = n_examples(targets, (preds,))
+    return 1 if n is None else n
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #6ba606e3
 _NO_CHOICE = ('`f` is {!r}, which cannot be called with predictions and targets. '

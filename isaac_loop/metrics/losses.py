@@ -14,9 +14,10 @@ import torch
 
 from ..basics.checks import check_choice, warn
 from ..data.shared_loaders import rows_given, rows_of_all
-from ..basics.tensors import batch_size, batch_weight
+from ..basics.tensors import batch_weight
 from ..loop.numbers_on_device import number_here, one_number
 from ..loop.pass_numbers import PassNumbers
+from ..loop.passes import rows_of
 from ..loop.events import CancelException
 from ..train.example_losses import reduction_of
 
@@ -92,15 +93,6 @@ def ended_in_error(
     if getattr(ranks, 'is_broken', False) or getattr(ranks, 'apart', False): return True
     return not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt))
 
-# %% ../../nbs/metrics/04_losses.ipynb #a04e5c9c
-def rows_of(
-    batch, # As the loader gave it
-    inputs:tuple, # Its inputs
-)->int: # None if it holds no tensor with rows
-    "How many examples the batch has"
-    first = inputs[0] if inputs else None
-    return first.shape[0] if isinstance(first, torch.Tensor) and first.ndim else batch_size(batch)
-
 # %% ../../nbs/metrics/04_losses.ipynb #2349d954
 _FUNCTION = 'a function of the batch, such as `lambda batch: (batch[1] != -100).sum()`'
 _NO_ROWS = ("A {} holds no tensor with rows, so `MetricsCB` cannot tell how much its loss weighs. "
@@ -137,18 +129,20 @@ def has_no_rows(
 def rows_and_weight(
     trainer, # In the middle of a batch
     inputs:tuple, # Those of its batch
+    targets:tuple, # Likewise
     weigh, # As of `MetricsCB`
 )->tuple: # As of `rows_of`, and as of `weight_of`
     "How many examples the batch has, and what its loss weighs"
-    if trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl): return _of_share(trainer, inputs, weigh)
-    first = inputs[0] if inputs else None
+    shares = trainer.ranks.size > 1 and trainer.ranks.shares(trainer.dl)
+    if shares: return _of_share(trainer, inputs, targets, weigh)
+    first = inputs[0] if inputs and not inputs[1:] else None
     has_rows = type(first) is torch.Tensor and first.ndim # Those of most batches, without further ado
-    rows = first.size(0) if has_rows else rows_of(trainer.batch, inputs)
+    rows = first.size(0) if has_rows else rows_of(trainer.batch, inputs, targets)
     return rows,rows if rows and weigh in _BY_ROWS else weight_of(trainer.batch, rows, weigh)
 
-def _of_share(trainer, inputs, weigh):
+def _of_share(trainer, inputs, targets, weigh):
     "The same for a share; if batches weigh alike, it weighs as much as it has of the rows"
-    rows = 0 if has_no_rows(trainer) else rows_of(trainer.batch, inputs)
+    rows = 0 if has_no_rows(trainer) else rows_of(trainer.batch, inputs, targets)
     if weigh != 'mean' or rows == 0: return rows,weight_of(trainer.batch, rows, weigh)
     own,of_all = rows_given(trainer.dl),rows_of_all(trainer.dl)
     return rows,own/of_all if of_all else 1/trainer.ranks.size

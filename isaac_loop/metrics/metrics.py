@@ -78,7 +78,7 @@ class MetricsCB:
         if self._losses is None: raise RuntimeError(_NO_PASS.format(callback_name(self)))
         metrics,batch = self._now,trainer.batch # Only metrics need to know what the targets are
         inputs,targets = trainer.split(batch) if metrics else parts_of(trainer.split, batch)
-        rows,weight = rows_and_weight(trainer, inputs, self.weigh)
+        rows,weight = rows_and_weight(trainer, inputs, targets, self.weigh)
         self._losses.add(trainer.loss, weight, trainer.batch_num)
         if not metrics or rows == 0: return
         preds = trainer.preds

@@ -18,9 +18,8 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_count, check_function
 from ..data.shared_loaders import rows_given, rows_of_all
 from ..loop.events import Order
-from ..loop.passes import parts_of
+from ..loop.passes import rows_here
 from ..state.keeps_state import KeepsState
-from ..basics.tensors import batch_size
 from ..basics.old_names import old_words
 
 # %% ../../nbs/stop/20_limits.ipynb #3f3a5fb8
@@ -49,10 +48,9 @@ def _seconds(limit):
 
 def _how_many(trainer, count):
     "How many samples the batch has"
-    rows = lambda batch: batch_size(parts_of(trainer.split, batch)[0])
-    n = (rows if count is None else count)(trainer.batch)
+    n = rows_here(trainer) if count is None else count(trainer.batch)
     if _is_number(n): return n
-    why = 'the inputs of the batch hold no tensor with rows' if count is None else f'`count` gave {n!r}'
+    why = 'the batch holds no tensor with rows' if count is None else f'`count` gave {n!r}'
     raise TypeError(_NO_COUNT.format(why))
 
 # %% ../../nbs/stop/20_limits.ipynb #8046fffd
@@ -72,7 +70,7 @@ class LimitCB(KeepsState):
         *, samples:int=None, # Training samples of all processes, as counted by `count`; schedules are cut off
         seconds=None, # Time since the fit began: seconds, or a `timedelta`; schedules are cut off, too
         epochs:int=None, # Epochs of the fit; schedules plan for those given to `fit`
-        count=None, # Function of a batch that gives a number, of tokens say; default: the rows of its inputs
+        count=None, # Function of a batch that gives a number, of tokens say; default: its examples
     ):
         counts = dict(updates=updates, samples=samples, epochs=epochs)
         for name,n in counts.items(): check_count(n, name, none='for no limit')

@@ -16,22 +16,21 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count, warn
 from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..loop.handlers import has_own_batch
-from ..loop.passes import parts_of
+from ..loop.passes import rows_here
 from ..loop.shared_attributes import offering
 from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
-from ..basics.tensors import batch_size, batch_weight
+from ..basics.tensors import batch_weight
 from ..basics.old_names import old_words
 
 # %% ../../nbs/train/20_accumulation.ipynb #ebe7e091
-_NO_ROWS = ("The inputs of the batch, a {kind}, hold no tensor with rows, so `AccumulationCB` cannot tell "
-            "how much its loss weighs. Say it: `weigh='mean'` if all batches weigh the same, or a function "
-            "of the batch.")
+_NO_ROWS = ("The batch, a {kind}, holds no tensor with rows, so `AccumulationCB` cannot tell how much its "
+            "loss weighs. Say it: `weigh='mean'` if all batches weigh the same, or a function of the batch.")
 
 def _rows(trainer):
-    "How many rows the inputs of the batch have"
-    n = batch_size(parts_of(trainer.split, trainer.batch)[0])
+    "How many examples the batch has"
+    n = rows_here(trainer)
     if n is None: raise TypeError(_NO_ROWS.format(kind=type(trainer.batch).__name__))
     return n
 

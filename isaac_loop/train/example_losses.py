@@ -12,7 +12,7 @@ from types import FunctionType
 
 import torch
 
-from ..basics.tensors import batch_size, map_tensors
+from ..basics.tensors import examples_at, n_examples
 
 # %% ../../nbs/train/60_example_losses.ipynb #699bdbda
 def reduction_of(
@@ -79,8 +79,8 @@ def _one_by_one(loss_func, preds, targets, n):
     "The loss of each row, by calling `loss_func` with single rows"
     losses = []
     for i in range(n):
-        row = lambda x, i=i: map_tensors(lambda t: t[i:i+1] if t.ndim and len(t) == n else t, x)
-        try: loss = torch.as_tensor(loss_func(row(preds), *row(targets)))
+        row = lambda x, i=i: examples_at(x, slice(i, i+1), n)
+        try: loss = torch.as_tensor(loss_func(row(preds), *map(row, targets)))
         except Exception as e: raise ValueError(_FAILED_ALONE.format(error=e)) from e
         if loss.numel() != 1: raise ValueError(_SEVERAL_ALONE.format(shape=tuple(loss.shape)))
         losses.append(loss.reshape(()))
@@ -107,7 +107,7 @@ def loss_per_example(
 )->torch.Tensor: # (bs,) One loss for each example
     "The loss of every example in a batch: by `reduction='none'`, or else one call for each"
     check_loss_func(loss_func)
-    n = batch_size(targets) or batch_size(preds)
+    n = n_examples(targets, (preds,))
     if not n: raise ValueError(_NO_EXAMPLES)
     unreduced = unreduced_loss(loss_func)
     if unreduced is None: return _one_by_one(loss_func, preds, targets, n)

@@ -13,12 +13,12 @@ from fastcore.basics import patch
 from ..basics.checks import check_count, check_flag, is_number, warn
 from ..basics.output import say
 from ..basics.settings import show_settings
-from ..basics.tensors import batch_size, batch_weight
+from ..basics.tensors import batch_weight
 from ..data.shared_loaders import rows_given
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.fitting import scale_rates
-from ..loop.passes import parts_of
+from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
 from ..loop.trainer import Trainer
 from ..train.example_losses import reduction_of
@@ -164,7 +164,7 @@ def _weight_of_share(trainer):
     if 'sum' in weighs or reduction_of(trainer.loss_func) == 'sum': return None
     weigh = next((weigh for weigh in weighs if callable(weigh)), None)
     if weigh is not None: return float(batch_weight(weigh(trainer.batch)))
-    return float(batch_size(parts_of(trainer.split, trainer.batch)[0]) or 1)
+    return float(rows_here(trainer) or 1)
 
 def _merged(shares):
     "The loss of a batch, from those of the processes that share it, with what each weighs"

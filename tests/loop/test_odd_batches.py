@@ -287,3 +287,110 @@ def test_what_a_model_gave_packed_comes_back_sequence_by_sequence():
     assert len(found) == len(found.preds) == 8
     assert all(map(torch.equal, found.inputs, rows))
     assert all(torch.allclose(a, F.linear(b, linear.weight, linear.bias)) for a, b in zip(found.preds, rows))
+
+
+# Lists of examples, and targets that are not for each of them
+
+
+class OfImages(nn.Module):
+    "Takes a list of images of any size"
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, images):
+        return self.linear(torch.stack([o.mean((1, 2)) for o in images]))
+
+
+def mean_distance(preds, targets):
+    "Of what is predicted for an image and the mean of its boxes"
+    return torch.stack([(p - o["boxes"].mean(0)).square().mean() for p, o in zip(preds, targets)]).mean()
+
+
+def of_boxes():
+    batches = [
+        (torch.randn(len(n), 6), [{"boxes": torch.rand(k, 4)} for k in n]) for n in ([7, 1, 1, 1], [1, 1])
+    ]
+    return batches, mean_distance, nn.Linear(6, 4)
+
+
+def of_images():
+    images = [[torch.randn(3, 5 + i, 5) for i in range(n)] for n in (4, 2)]
+    return [(o, torch.randint(0, 2, (len(o),))) for o in images], F.cross_entropy, OfImages()
+
+
+def weighted(preds, weights, labels):
+    return F.cross_entropy(preds, labels)
+
+
+def with_weights():
+    xs = torch.randn(6, 3).split(4)
+    return [(x, torch.ones(2), torch.randint(0, 2, (len(x),))) for x in xs], weighted, nn.Linear(3, 2)
+
+
+LISTS = {"boxes": of_boxes, "images": of_images, "weights of classes": with_weights}
+
+
+def listed(name, *callbacks):
+    "A trainer of six examples in batches of four and two, and the mean loss of both"
+    torch.manual_seed(0)
+    batches, loss_func, model = LISTS[name]()
+    one, other = (loss_func(model(x), *targets).item() for x, *targets in batches)
+    dls = DataLoaders(batches, batches)
+    return Trainer(dls, loss_func, optim.SGD, model, [BasicTrainCB(), *callbacks]), (4 * one + 2 * other) / 6
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_losses_and_metrics_are_means_over_examples_that_stand_in_lists(name):
+    trainer, mean = listed(name)
+    trainer.add_callbacks(MetricsCB(same=trainer.loss_func, show=False))
+    trainer.fit(1, lr=0)
+    row = trainer.history[-1]
+    assert [row[o] for o in ("train_loss", "valid_loss", "same")] == pytest.approx([mean] * 3)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["boxes", "images"])
+def test_each_example_in_a_list_has_a_loss(name):
+    trainer, mean = listed(name)
+    found = trainer.get_preds(with_loss=True)
+    assert len(found) == len(found.losses) == 6 and found.losses.mean().item() == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_examples_in_lists_are_counted_towards_a_limit(name):
+    trainer, _ = listed(name, LimitCB(samples=10))
+    trainer.fit(3, valid=False)
+    assert trainer.n_updates == 3 and trainer.stop_reason == "10 samples are enough"
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_gathered_gradients_weigh_examples_in_lists(name):
+    trainer, _ = listed(name, AccumulationCB(2))
+    theirs = copy.deepcopy(trainer.model)
+    for n, (x, *targets) in zip((4, 2), trainer.dls.train):
+        (trainer.loss_func(theirs(x), *targets) * n / 6).backward()
+    optim.SGD(theirs.parameters(), 0.1).step()
+    trainer.fit(1, lr=0.1, valid=False)
+    assert all(map(torch.allclose, trainer.model.parameters(), theirs.parameters()))
+
+
+class OfNodes(nn.Linear):
+    "Takes nodes and edges"
+
+    def forward(self, nodes, edges):
+        return super().forward(nodes).mean(0)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_two_graphs_are_not_counted_by_the_two_rows_of_their_edges(n):
+    batches = [(torch.randn(9, 3), torch.zeros(2, 12, dtype=torch.long), torch.randn(n))]
+    steps, limit = BasicTrainCB(), LimitCB(samples=9)
+    trainer = Trainer(DataLoaders(batches, n_inp=2), squares, optim.SGD, OfNodes(3, 1), [steps, limit])
+    trainer.fit(2, valid=False)
+    assert trainer.stop_reason == "9 samples are enough"
+
+
+def squares(preds, targets):
+    return (preds - targets).square().mean()

@@ -15,7 +15,7 @@ from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource,
 from isaac_loop.inspection.swap import Otherwise, StandIn
 from isaac_loop.inspection.watched_calls import alters
 from isaac_loop.loop.events import STEPS, callback_name
-from isaac_loop.loop.passes import n_batches as known_length
+from isaac_loop.loop.passes import n_batches as known_length, rows_of
 from isaac_loop.loop.plan import Plan
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.snapshot import Snapshot
@@ -37,7 +37,10 @@ class Form:
     def rows(self): # None if nobody knows
         "An expression for the number of examples"
         if self.parts is None: return f'len({self.inputs[0]})'
-        with_rows = [hasattr(part, 'ndim') and part.ndim > 0 for part in self.parts]
+        n_inp = len(self.inputs)
+        n = rows_of(None, tuple(self.parts[:n_inp]), tuple(self.parts[n_inp:]))
+        has_rows = lambda part: hasattr(part, 'ndim') and part.ndim > 0 and n in (None, len(part))
+        with_rows = list(map(has_rows, self.parts))
         return f'len({[*self.inputs, *self.targets][with_rows.index(True)]})' if any(with_rows) else None
 
 def first_batch(
