@@ -6,6 +6,10 @@
 __all__ = ['Predictions', 'CapturePredsCB']
 
 # %% ../../nbs/evaluate/19_capturing.ipynb #26b2be63
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 from fastcore.basics import patch
 
@@ -13,6 +17,7 @@ from ..basics.checks import check_function, warn
 from ..basics.old_names import old_words
 from ..basics.settings import show_settings
 from ..basics.tensors import map_tensors, n_examples
+from .data_sets import same_random
 from .join_batches import join_batches
 from .shared_evaluation import first_row, from_all
 from .values import shapes
@@ -20,6 +25,7 @@ from ..loop.events import Order
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
 from ..metrics.losses import ended_in_error, has_no_rows
+from ..state.kept_attributes import attributes_kept
 from ..train.example_losses import check_loss_func, loss_per_example, unreduced_loss
 
 # %% ../../nbs/evaluate/19_capturing.ipynb #be133bee
@@ -102,7 +108,7 @@ class CapturedParts:
     "What a pass has captured, as the parts that its batches were"
     rows = None # Numbers of the loader's rows in the dataset, where known
     with_inputs,write = False,None # As `CapturePredsCB` is told
-    _losses = None # Of the examples of the present batch
+    _losses = _failed = None # Of the examples of the present batch, or why there are none
     _parts = _positions = _shares = () # A cancel may come before its turn
     _batch_losses = _devices = ()
 
@@ -138,6 +144,19 @@ class CapturedParts:
         self._batch_losses = []
 
 # %% ../../nbs/evaluate/19_capturing.ipynb #8b882b1f
+@contextmanager
+def _loss_kept(trainer):
+    "Have the loss function, and all that it leads to, be as it was"
+    is_own = getattr(trainer.loss_func, '__self__', None) is trainer
+    alone = SimpleNamespace(model=None, loss_func=trainer.loss_func)
+    with attributes_kept(trainer if is_own else alone, trainer.callbacks): yield
+
+def _example_losses(trainer):
+    "The loss of each example of the batch; the training finds everything as it was"
+    targets,kept = trainer.split(trainer.batch)[1],partial(_loss_kept, trainer)
+    with kept(), same_random():
+        return loss_per_example(trainer.loss_func, trainer.preds, *targets, around=kept).detach()
+
 @old_words
 class CapturePredsCB(CapturedParts):
     "Keep predictions and targets of the last validation pass"
@@ -167,11 +186,16 @@ class CapturePredsCB(CapturedParts):
         self._devices = set() # Those from which a copy may be under way
         self._forget()
 
-    def after_get_loss(self, trainer):
-        "Compute the loss of each example"
+    def before_get_loss(self, trainer):
+        "Compute the loss of each example, with the loss as it is for the batch"
         if not self.with_loss: return
-        targets = trainer.split(trainer.batch)[1]
-        self._losses = loss_per_example(trainer.loss_func, trainer.preds, *targets).detach()
+        self._failed = None
+        try: self._losses = _example_losses(trainer)
+        except Exception as error: self._failed = error # The batch's own loss tells first what is wrong
+
+    def after_get_loss(self, trainer):
+        "Tell what went wrong with the losses of the examples"
+        if self.with_loss and self._failed is not None: raise self._failed
 
     def after_batch(self, trainer):
         "Copy predictions and targets to the CPU"

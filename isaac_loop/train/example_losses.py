@@ -7,6 +7,7 @@ __all__ = ['loss_per_example']
 
 # %% ../../nbs/train/60_example_losses.ipynb #563267dd
 import copy, inspect
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from types import FunctionType
 
@@ -75,12 +76,13 @@ _FAILED_ALONE = ('`loss_func` has no argument `reduction`, and called with a sin
 _SEVERAL_ALONE = ('`loss_func` gave {shape} for a single example, but its loss is one number. Let it return '
                   'a mean or a sum.')
 
-def _one_by_one(loss_func, preds, targets, n):
+def _one_by_one(loss_func, preds, targets, n, around=nullcontext):
     "The loss of each row, by calling `loss_func` with single rows"
     losses = []
     for i in range(n):
         row = lambda x, i=i: examples_at(x, slice(i, i+1), n)
-        try: loss = torch.as_tensor(loss_func(row(preds), *map(row, targets)))
+        try:
+            with around(): loss = torch.as_tensor(loss_func(row(preds), *map(row, targets)))
         except Exception as e: raise ValueError(_FAILED_ALONE.format(error=e)) from e
         if loss.numel() != 1: raise ValueError(_SEVERAL_ALONE.format(shape=tuple(loss.shape)))
         losses.append(loss.reshape(()))
@@ -104,14 +106,15 @@ def loss_per_example(
     loss_func, # Called with predictions and targets
     preds, # The model's output for a batch
     *targets, # What else the loss is called with
+    around=nullcontext, # Gives a context for each call with a single example, as one that puts things back
 )->torch.Tensor: # (bs,) One loss for each example
     "The loss of every example in a batch: by `reduction='none'`, or else one call for each"
     check_loss_func(loss_func)
     n = n_examples(targets, (preds,))
     if not n: raise ValueError(_NO_EXAMPLES)
     unreduced = unreduced_loss(loss_func)
-    if unreduced is None: return _one_by_one(loss_func, preds, targets, n)
+    if unreduced is None: return _one_by_one(loss_func, preds, targets, n, around)
     losses = unreduced[0](preds, *targets)
     if torch.is_tensor(losses) and losses.ndim:
         return _by_rows(losses, n, unreduced[1], _that_count(loss_func, losses, targets))
-    return _one_by_one(loss_func, preds, targets, n)
+    return _one_by_one(loss_func, preds, targets, n, around)

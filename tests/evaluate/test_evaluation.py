@@ -567,6 +567,75 @@ def test_the_loss_itself_stays_as_it_was():
     assert loss.reduction == "mean"
 
 
+class CentredLoss(nn.Module):
+    """As DINO's: a moving center of what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+
+    def forward(self, preds, targets):
+        self.center.lerp_(preds.detach().mean(0), 0.1)
+        return F.cross_entropy(preds - self.center, targets)
+
+
+class CountingLoss:
+    """Its weight changes at each call, and it can leave the mean out."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, preds, targets, reduction="mean"):
+        self.calls.append(len(preds))
+        return F.cross_entropy(preds, targets, reduction=reduction) * len(self.calls)
+
+
+def noisy_loss(preds, targets):
+    return F.cross_entropy(preds + 0.1 * torch.randn_like(preds), targets)
+
+
+def noisy_loss_of_rows(preds, targets, reduction="mean"):
+    return F.cross_entropy(preds + torch.randn_like(preds), targets, reduction=reduction)
+
+
+def weights_with(make_loss, *watchers):
+    set_seed(1)
+    trainer = make_trainer(watchers, loss_func=make_loss())
+    trainer.fit(2, lr=0.3)
+    return [*trainer.model.parameters(), torch.rand(1)]
+
+
+@pytest.mark.filterwarnings("ignore:The loss of a batch is")
+@pytest.mark.parametrize(
+    "make_loss", [CentredLoss, CountingLoss, lambda: noisy_loss, lambda: noisy_loss_of_rows]
+)
+def test_who_captures_losses_changes_nothing_for_a_loss_with_a_state_or_with_random_numbers(make_loss):
+    alone, watched = weights_with(make_loss), weights_with(make_loss, CapturePredsCB(with_loss=True))
+    assert all(map(torch.equal, alone, watched))
+
+
+@pytest.mark.parametrize("loss_func", [CountingLoss(), noisy_loss_of_rows])
+def test_captured_losses_are_those_of_the_loss_as_the_batch_found_it(loss_func):
+    losses = []
+
+    class NoteCB:
+        def after_batch(self, trainer):
+            losses.append(trainer.loss)
+
+    found = make_trainer([NoteCB()], loss_func=loss_func).get_preds(with_loss=True)
+    torch.testing.assert_close([part.mean() for part in found.losses.split(8)], losses)
+
+
+def test_each_example_meets_the_loss_as_the_batch_found_it():
+    loss_func = CentredLoss()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        preds, targets, losses = make_trainer(loss_func=loss_func).get_preds(with_loss=True)
+    first = preds[:8]
+    alone = F.cross_entropy(0.9 * first, targets[:8], reduction="none")  # Its own tenth is the center
+    torch.testing.assert_close(losses[:8], alone)
+
+
 def test_losses_that_cannot_be_taken_apart_say_so():
     def needs_two(preds, targets):
         if len(preds) < 2:
