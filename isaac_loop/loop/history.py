@@ -24,6 +24,10 @@ _NO_ROW = ('The history has no row yet: that of this epoch is begun by whoever w
            '`MetricsCB.cleanup_epoch`, and cleanups run in reverse, so it comes after those of a higher '
            '`order`. Read rows in `log`, or ask `if trainer.history`.')
 
+def _kept(value):
+    "`value`; of a tensor, which may change in place and hold a graph, a copy of its own without one"
+    return value.detach().clone() if torch.is_tensor(value) else value
+
 class History(Sequence):
     "One row (a dict) per epoch: `fit`, `epoch`, and whatever callbacks write"
     def __init__(self):
@@ -58,7 +62,7 @@ class History(Sequence):
         if self._next is not None:
             self.rows.append(self._next)
             self._next = None
-        self.rows[-1].update(columns)
+        self.rows[-1].update({name: _kept(value) for name,value in columns.items()})
         self._told -= columns.keys()
 
     def _check_open(self):

@@ -100,6 +100,18 @@ def test_the_latest_value_is_never_an_older_epochs():
     assert history.latest("valid_loss") is None and history["valid_loss"] == [1.5, None]
 
 
+def test_a_row_keeps_what_a_tensor_was_and_not_what_becomes_of_it_nor_its_graph():
+    history, weight = History(), torch.ones((), requires_grad=True)
+    history.start_fit()
+    running = torch.zeros(())
+    for epoch in range(3):
+        history.start_epoch(epoch)
+        running += 1
+        history.write(running=running, loss=2 * weight)
+    assert history["running"] == [1, 2, 3]
+    assert not any(loss.requires_grad for loss in history["loss"])
+
+
 def test_a_wrong_column_is_answered_with_the_near_one():
     "The message has the name asked for, the names there are, and the nearest"
     history, _ = record([[[dict(train_loss=2.0, valid_loss=1.5)]]])
