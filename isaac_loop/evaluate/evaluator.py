@@ -6,7 +6,7 @@
 __all__ = ['EvaluatorCB']
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #d1e62ff4
-import math, numbers
+import math, numbers, weakref
 
 from fastcore.basics import patch
 
@@ -16,6 +16,7 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_count, check_flag, warn
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
+from ..loop.shared_attributes import offered
 from ..basics.tables import row_text
 from .evaluation_pass import agreed, check_functions, check_metric_names
 from .one_evaluation import Evaluating
@@ -25,6 +26,7 @@ class EvaluatorCB(Evaluating):
     "Evaluate every so many updates or epochs, at the start and at the end, without a trace in the training"
     order = Order.RECORD
     on_valid = False
+    _of = None # The trainer whose model is measured
     __repr__ = show_settings
     def __init__(self,
         dl=None, # A loader, 'train' or 'valid', or a dict of them by name; default: `dls.valid`
@@ -72,12 +74,33 @@ def evaluate(self:EvaluatorCB,
     return columns
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dc0acb3d
+def _written_to(model):
+    "Where each weight lies, and how often it was written to, as far as PyTorch counts that"
+    kinds = [getattr(model, kind)() for kind in ('parameters', 'buffers') if hasattr(model, kind)]
+    return [_place_of(x) for tensors in kinds for x in tensors]
+
+def _place_of(x):
+    try: return id(x),x.data_ptr(),x._version
+    except Exception: return id(x), # It has no memory of its own, or nobody counts
+
+@patch
+def _note_model(self:EvaluatorCB, trainer):
+    "Remember which model was measured"
+    self._averaged,self._written = offered(trainer, 'n_averaged'),_written_to(trainer.model)
+
+@patch
+def _is_fresh(self:EvaluatorCB, trainer):
+    "Whether the model is still the one that was measured last"
+    if not self._fresh: return False
+    return self._averaged == offered(trainer, 'n_averaged') and self._written == _written_to(trainer.model)
+
 @patch
 def _measure(self:EvaluatorCB, trainer):
     "Evaluate all data sets, and tell the functions that write and report"
     columns,returned = self._evaluate_all(trainer)
     self.n_evaluations += 1
     self._fresh,self._measured = True,columns
+    self._note_model(trainer)
     if self.write is None and self.report is None: return columns
     try:
         with same_random(): self._tell(trainer, columns, returned)
@@ -123,6 +146,8 @@ def before_fit(self:EvaluatorCB, trainer):
     check_sets(trainer, self.sets, callback_name(self))
     self.n_evaluations,self._measured = 0,{} # How many, and what the last one gave
     self._fresh = False # Is the model still the one that was measured last?
+    self._averaged,self._written = [],[] # What tells of that model
+    self._of = weakref.ref(trainer)
     self._started,self._seen = False,0 # Was there a batch, and how many updates after the last one?
     self._unwritten = [] # Batches that have no row yet
     self._cancel = None
@@ -143,9 +168,15 @@ def before_batch(self:EvaluatorCB, trainer):
 @patch
 def cleanup_epoch(self:EvaluatorCB, trainer):
     "Evaluate when enough epochs are over, unless the model is still the one that was measured last"
+    self._fresh = self._is_fresh(trainer)
     if not isinstance(trainer.exception, (type(None), CancelEpochException)): return
-    if self._is_due(trainer) and not self._fresh: trainer.history.write(**self._measure(trainer))
+    if self._is_due(trainer) and self._is_old(trainer): trainer.history.write(**self._measure(trainer))
     self._leave(CancelEpochException, CancelBatchException, CancelStepException)
+
+@patch
+def _is_old(self:EvaluatorCB, trainer):
+    "Whether what was measured last is that of another model, in any process"
+    return not all(trainer.ranks.gather(self._fresh))
 
 @patch
 def _is_due(self:EvaluatorCB, trainer):
@@ -198,7 +229,8 @@ def _after_update(self:EvaluatorCB, trainer, *over):
 def after_fit(self:EvaluatorCB, trainer):
     "Evaluate the model that the training leaves, unless that has been done"
     if 'epoch' not in vars(trainer): return
-    if self.at_end and not self._fresh: trainer.write_measured(**self._measure(trainer))
+    self._fresh = self._is_fresh(trainer)
+    if self.at_end and self._is_old(trainer): trainer.write_measured(**self._measure(trainer))
     self._leave(CancelException)
     if not self.n_evaluations: warn(_NO_TURN.format(callback_name(self)))
 
@@ -206,7 +238,8 @@ def after_fit(self:EvaluatorCB, trainer):
 def cleanup_fit(self:EvaluatorCB, trainer):
     "Do so after a cancel as well"
     was_cancelled = isinstance(trainer.exception, CancelFitException) and 'epoch' in vars(trainer)
-    if was_cancelled and self.at_end and not self._fresh: trainer.history.write(**self._measure(trainer))
+    is_due = was_cancelled and self.at_end and self._is_old(trainer)
+    if is_due: trainer.history.write(**self._measure(trainer))
     self._leave(CancelException)
 
 _NO_TURN = ('`{}` had no turn in this fit, so nothing was evaluated. '
@@ -222,7 +255,7 @@ def _tell(self:EvaluatorCB, trainer, columns, returned):
     if self.report is not None and trainer.ranks.is_main: self.report(text)
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #49e39a78
-_KEPT = ('n_evaluations', '_seen', '_started', '_fresh', '_measured', '_unwritten')
+_KEPT = ('n_evaluations', '_seen', '_started', '_fresh', '_averaged', '_measured', '_unwritten')
 
 @patch
 def state_dict(self:EvaluatorCB)->dict: # Plain types
@@ -234,5 +267,8 @@ def load_state_dict(self:EvaluatorCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on from a saved state"
+    state = {'averaged': None} | state # Earlier versions have not saved it
     for name in _KEPT: setattr(self, name, state[name.strip('_')])
     self._measured,self._unwritten = dict(self._measured),list(self._unwritten)
+    trainer = self._of and self._of()
+    self._written = _written_to(trainer.model) if trainer is not None else []

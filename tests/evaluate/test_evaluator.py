@@ -417,6 +417,58 @@ def test_an_evaluation_measures_the_weights_that_validation_measures(average):
     )
 
 
+class PruneCB:
+    def after_epoch(self, trainer):
+        if trainer.training:
+            with torch.no_grad():
+                trainer.model[0].weight.mul_(trainer.model[0].weight.abs() > 0.2)
+
+
+class ReplaceCB:
+    def after_epoch(self, trainer):
+        if trainer.training:
+            trainer.model[-1].bias = nn.Parameter(trainer.model[-1].bias.detach() + 1)
+
+
+CHANGES = [partial(SWACB, 0.3, update_bn=False, keep=True), PruneCB, ReplaceCB]
+
+
+@pytest.mark.parametrize("make", CHANGES)
+def test_a_model_that_changes_after_its_last_update_is_measured_anew(make):
+    trainer = make_trainer(make(), EvaluatorCB("valid", updates=4))  # 4 updates in an epoch
+    trainer.fit(3, lr=0.1)
+    row = trainer.history[-1]
+    assert row["eval_loss"] == pytest.approx(row["valid_loss"], rel=1e-6)
+    assert row["eval_loss"] == pytest.approx(trainer.validate()["valid_loss"], rel=1e-6)
+    assert trainer.EvaluatorCB.n_evaluations == 4
+
+
+@pytest.mark.parametrize("average", [partial(EMACB, 0.9), partial(EMACB, 0.9, keep=True)])
+def test_a_model_that_stays_as_it_was_measured_is_not_measured_again(average):
+    "Though an average was lent to it in between"
+    trainer = make_trainer(average(), EvaluatorCB("valid", updates=4))
+    trainer.fit(3, lr=0.1)
+    assert trainer.EvaluatorCB.n_evaluations == 3
+
+
+@pytest.mark.filterwarnings("ignore:The training loader does not know its position")
+@pytest.mark.parametrize("change", CHANGES[:2])
+def test_a_run_that_was_cut_measures_a_changed_model_anew_as_well(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(one_evaluation, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+
+    def make(*more):
+        return make_trainer(change(), EvaluatorCB("valid", updates=4), *more)
+
+    def row(trainer):
+        trainer.fit(2, lr=0.1)
+        evaluated = trainer.history.latest("eval_loss"), trainer.EvaluatorCB.n_evaluations
+        return evaluated, trainer.history.latest("valid_loss")
+
+    whole = row(make(CheckpointCB(tmp_path / "all", every=4, keep_last=None)))
+    for found in CheckpointStore(tmp_path / "all", read_only=True).list():
+        assert row(make(CheckpointCB(tmp_path / f"{found.step}", resume=found.path))) == whole
+
+
 def test_an_evaluation_in_mid_epoch_and_its_functions_see_the_average_and_training_does_not():
     seen = []
 
