@@ -16,6 +16,7 @@ from ..basics.checks import check_choice
 from ..basics.output import say, say_stop
 from ..basics.settings import show_settings
 from ..basics.tables import Lines, shown_row
+from ..basics.tensors import map_tensors
 from ..basics.old_names import old_words
 from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
@@ -81,8 +82,7 @@ class MetricsCB:
         rows,weight = rows_and_weight(trainer, inputs, targets, self.weigh)
         self._losses.add(trainer.loss, weight, trainer.batch_num)
         if not metrics or rows == 0: return
-        preds = trainer.preds
-        if isinstance(preds, torch.Tensor): preds = preds.detach()
+        preds = _without_graph(trainer.preds)
         try:
             for name,m in metrics.items(): m.update(preds, *targets) # noqa: B007 - A note has the name
         except Exception as error:
@@ -113,6 +113,13 @@ class MetricsCB:
         for name,value in metrics.items(): add_columns(columns, name, value)
         trainer.history.write_batches(trainer.training, batches, loss=losses)
         return columns
+
+def _without_graph(preds):
+    "Predictions without their graph; a structure without one stays what it is"
+    if isinstance(preds, torch.Tensor): return preds.detach()
+    tensors = []
+    map_tensors(tensors.append, preds)
+    return map_tensors(lambda t: t.detach(), preds) if any(t.requires_grad for t in tensors) else preds
 
 def _move_to(model, metrics):
     "Put metrics where the model is"

@@ -29,6 +29,7 @@ import runs
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.basics.tables import clock
+from isaac_loop.basics.tensors import map_tensors
 from isaac_loop.metrics.any_metric import MeanOf, MetricOn
 from isaac_loop.metrics.metrics import MetricsCB, as_text
 from isaac_loop.metrics.recorder import RecorderCB
@@ -504,6 +505,31 @@ def test_training_metrics_are_copies_that_see_no_gradients():
             assert not preds.requires_grad
 
     make_trainer([MetricsCB(NoGradMetric(), train_metrics=True, show=False)]).fit(1)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda y: dict(out=y, more=[y * 2]), lambda y: (y, None), lambda y: [y, [y]]]
+)
+def test_predictions_in_a_structure_come_to_a_metric_without_their_graph(wrap):
+    class InStructure(nn.Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    def first(preds):
+        return preds["out"] if isinstance(preds, dict) else preds[0]
+
+    class KeepMetric(RowsMetric):
+        def update(self, preds, targets):
+            super().update(preds, targets)
+            tensors = []
+            map_tensors(tensors.append, preds)
+            assert tensors and not any(t.requires_grad for t in tensors)
+            assert type(preds) is type(wrap(targets))
+
+    keep = MetricsCB(KeepMetric(), train_metrics=True, show=False)
+    trainer = make_trainer([keep], model=InStructure(2, 1), loss_func=lambda p, y: F.mse_loss(first(p), y))
+    trainer.fit(1)
+    assert trainer.history.latest("train_KeepMetric") == 20
 
 
 @pytest.mark.shows("ISA-48")
