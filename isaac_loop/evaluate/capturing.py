@@ -31,6 +31,7 @@ from ..train.example_losses import check_loss_func, loss_per_example, unreduced_
 # %% ../../nbs/evaluate/19_capturing.ipynb #be133bee
 class Predictions:
     "What a model said of each example, on the CPU; unpacks into predictions, targets, any losses and inputs"
+    _n_targets = None # How many a batch has, where that is known
     def __init__(self,
         preds, # The model's output, over all examples: a tensor or a structure of tensors
         targets=None, # The same for targets; None if there were none, a tuple if there were several
@@ -107,6 +108,7 @@ _NOTHING_CAPTURED = ('No batch was captured, so there are no predictions. '
 class CapturedParts:
     "What a pass has captured, as the parts that its batches were"
     rows = None # Numbers of the loader's rows in the dataset, where known
+    _n_targets = None # Of a batch
     with_inputs,write = False,None # As `CapturePredsCB` is told
     _losses = _failed = None # Of the examples of the present batch, or why there are none
     _parts = _positions = _shares = () # A cancel may come before its turn
@@ -119,7 +121,9 @@ class CapturedParts:
         numbers = [i for positions in self._positions for i in positions]
         known = self.rows is not None and (not numbers or numbers[-1] < len(self.rows))
         indices = [self.rows[i] for i in numbers] if known else numbers
-        return Predictions(**join_batches(self._parts), indices=indices)
+        found = Predictions(**join_batches(self._parts), indices=indices)
+        found._n_targets = self._n_targets
+        return found
 
     def _arrive(self):
         "Wait for the device, and see whether losses fit"
@@ -129,6 +133,7 @@ class CapturedParts:
     def _part(self, trainer):
         "What is kept of the present batch"
         inputs,targets = trainer.split(trainer.batch)
+        self._n_targets = len(targets)
         inputs = only_one(inputs) if self.with_inputs else None
         part = dict(preds=trainer.preds, targets=only_one(targets), losses=self._losses, inputs=inputs)
         return _copied(part, self._devices)

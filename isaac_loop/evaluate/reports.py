@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..metrics.confidence import function_of, numbers_of
+from ..metrics.confidence import UpdatedMetric, each_target, function_of, numbers_of
 from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
 from .capturing import Predictions
 from .values import class_name, decoded
@@ -188,7 +188,11 @@ class ReportCB(_AfterPassCB):
         if self.prepare is not None: said = self.prepare(*said)
         columns = {}
         for f in self.functions: columns |= _given(f(*said))
-        for key,f in self.named.items(): columns |= numbers_of(key, f(*said))
+        is_one = self.prepare is None and found._n_targets == 1
+        each = (said[1],) if is_one else each_target(said[1])
+        for key,f in self.named.items():
+            value = f.of(said[0], *each) if isinstance(f, UpdatedMetric) else f(*said)
+            columns |= numbers_of(key, value)
         return columns
 
 def _check_report(functions, named):

@@ -14,6 +14,7 @@ import torch
 from ..basics.checks import check_count, is_number
 from ..basics.tables import Table
 from ..basics.tensors import batch_size, map_tensors
+from .any_metric import note_update
 
 # %% ../../nbs/metrics/40_confidence.ipynb #2cca38b6
 def _take(x, rows, n):
@@ -45,19 +46,45 @@ _NO_METRIC = ('The metric `{}` is {!r}. '
               'Pass a function of predictions and targets, or one with `update`, `compute` and `reset`.')
 _NO_NUMBER = 'The metric `{}` gave {!r}, and a single number is needed. Let it return one, or a dict of them.'
 
+def each_target(
+    targets, # One or several as a tuple, as `Predictions` have them, or None
+)->tuple: # As a metric is updated with them
+    "Targets one by one; a tuple of texts or numbers, one for each example, is a single one"
+    if targets is None: return ()
+    is_one = type(targets) is not tuple or all(isinstance(o, (str, bytes, numbers.Number)) for o in targets)
+    return (targets,) if is_one else targets
+
+class UpdatedMetric:
+    "A metric as a function of predictions and targets"
+    def __init__(self,
+        name:str, # For errors
+        metric, # With `reset`, `update` and `compute`
+    ):
+        self.name,self.metric = name,metric
+
+    def __call__(self, preds, targets): return self.of(preds, *each_target(targets))
+
+    def of(self,
+        preds, # The model's output
+        *targets, # One by one, as for each batch
+    ): # What the metric computes
+        "Have the metric see nothing but these"
+        self.metric.reset()
+        try: self.metric.update(preds, *targets)
+        except Exception as error:
+            note_update(error, self.name, preds, targets)
+            raise
+        return self.metric.compute()
+
 def function_of(
     name:str, # For errors
     metric, # A function, or an object that computes
 ):
     "A metric as a function of predictions and targets"
     if isinstance(metric, type): raise TypeError(_CLASS.format(name, metric.__name__))
-    def updated(preds, targets):
-        metric.reset()
-        metric.update(preds, targets)
-        return metric.compute()
     def computed(preds, targets): return metric.compute(predictions=preds, references=targets)
     computes,updates,resets = (callable(getattr(metric, o, None)) for o in ('compute', 'update', 'reset'))
-    if computes: return updated if updates and resets else computed
+    if computes: return UpdatedMetric(name, metric) if updates and resets else computed
     if not callable(metric): raise TypeError(_NO_METRIC.format(name, metric))
     return metric
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
+from torcheval.metrics import MulticlassAccuracy
 from torch.utils.data import DataLoader, TensorDataset
 
 import isaac_loop.evaluate.evaluation  # noqa: F401
@@ -34,6 +35,8 @@ from isaac_loop.evaluate.reports import (
     text_scores,
     write_preds_csv,
 )
+from isaac_loop.metrics.any_metric import MetricOn
+from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.stop.early_stopping import EarlyStoppingCB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
@@ -328,6 +331,51 @@ def test_packages_metrics_and_functions_together_with_prefixes():
             [row[f"{name}_accuracy"]] * 3
         )
     assert row["valid_accuracy"] == pytest.approx(accuracy(trainer.model(X), Y).item())
+
+
+WEIGHTED = [(x, y, torch.rand(len(y))) for x, y in OTHER]
+
+
+def weighted_trainer(callback, batches, loss_func):
+    set_seed(0)
+    return Trainer(
+        DataLoaders(batches, batches), loss_func, optim.SGD, nn.Linear(4, 3), [BasicTrainCB(), callback]
+    )
+
+
+@pytest.mark.parametrize("loader", ["several", "one pair"])
+def test_a_metric_gets_targets_in_a_report_as_it_gets_them_in_a_pass(loader):
+    if loader == "several":
+        batches = WEIGHTED
+        loss_func = lambda p, y, w: (F.cross_entropy(p, y, reduction="none") * w).mean()
+        choose = lambda p, y, w: (p, y)
+    else:
+        batches = [(x, (y, w)) for x, y, w in WEIGHTED]
+        loss_func = lambda p, pair: (F.cross_entropy(p, pair[0], reduction="none") * pair[1]).mean()
+        choose = lambda p, pair: (p, pair[0])
+    found = {}
+    for make, column in ((MetricsCB, "acc"), (EvaluatorCB, "eval_acc"), (ReportCB, "valid_acc")):
+        trainer = weighted_trainer(make(acc=MetricOn(MulticlassAccuracy(), choose)), batches, loss_func)
+        trainer.fit(1)
+        found[column] = trainer.history.latest(column)
+    assert len(set(found.values())) == 1, found
+
+
+def test_a_function_of_a_report_gets_several_targets_as_a_tuple():
+    seen = []
+    loss_func = lambda p, y, w: (F.cross_entropy(p, y, reduction="none") * w).mean()
+    report = ReportCB(n=lambda preds, targets: seen.append(targets) or len(preds))
+    weighted_trainer(report, WEIGHTED, loss_func).fit(1)
+    assert type(seen[0]) is tuple and [len(o) for o in seen[0]] == [13, 13]
+
+
+def test_an_error_of_a_metric_in_a_report_says_what_it_was_updated_with():
+    loss_func = lambda p, y, w: (F.cross_entropy(p, y, reduction="none") * w).mean()
+    with pytest.raises(TypeError) as e:
+        weighted_trainer(ReportCB(acc=MulticlassAccuracy()), WEIGHTED, loss_func).fit(1)
+    assert any(
+        "`acc` was updated with predictions (13, 3) and targets (13,), (13,)" in o for o in e.value.__notes__
+    )
 
 
 @pytest.mark.shows("AIT-32", "AIT-42")
