@@ -14,6 +14,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import check_list, warn
 from ..basics.settings import show_settings
+from ..basics.tensors import map_tensors
 from ..checkpoints.resuming import CompleteAlready
 from .alerts import Alerts, check_alerts
 from .file_values import beside, plain
@@ -89,6 +90,11 @@ class LoggerCB:
         "Start the logs at the first batch"
         if not self._opened: self._open(trainer)
 
+    def before_step(self, trainer):
+        "Take down the rates of an update that is due: schedules may change them right after it"
+        if not self.every or self._offset+trainer.n_updates+1 < self._due: return
+        self._rates = map_tensors(torch.clone, learning_rates(trainer))
+
     def after_batch(self, trainer):
         "Every so many updates, take down loss, rate, time and your values; send what others have written"
         if not trainer.training: return
@@ -140,6 +146,7 @@ def _new_fit(self:LoggerCB, trainer):
     self._offset = self._n = trainer.history.earlier_updates # Before this fit, and so far
     self._last = 0 # Updates of this fit at the last batch
     self._losses,self._sent = DeviceMean(),[] # Steps and rows on their way
+    self._rates = None # Of the update that is due, as it was made with them
     self._newest = None # The last row of an epoch, and what was sent of it
     self._missing = set(self._columns or ()) # Columns that no row has had
     hidden = {*RESERVED} - {'run', 'step'} if self.every else ()
@@ -231,9 +238,10 @@ def _take_down(self:LoggerCB, trainer, step, loss):
     self._due = self._multiple_after(step) # A batch may have several updates, and jump over a multiple
     self._reader.logged.append(step)
     seconds = (now-self._mark)/max(trainer.n_updates-self._marked, 1)
+    rates = learning_rates(trainer) if self._rates is None else self._rates # Without a step, as they are now
     row = dict(epoch=trainer.epoch, loss=loss if is_one_number(loss) else None, mean_loss=self._losses.take(),
-               **learning_rates(trainer), seconds_per_step=seconds)
-    self._mark,self._marked = now,trainer.n_updates
+               **rates, seconds_per_step=seconds)
+    self._mark,self._marked,self._rates = now,trainer.n_updates,None
     row |= {name: one_number(name, f(trainer)) for name,f in self._functions.items()}
     self._sent.append((step, Sent({name: value for name,value in row.items() if value is not None})))
     if self.media: self.media(trainer)

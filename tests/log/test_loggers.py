@@ -12,6 +12,7 @@ import shutil
 import sqlite3
 import warnings
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,10 @@ from isaac_loop.log.run_facts import run_map
 from isaac_loop.log.trackers import TensorBoard
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.loop.events import CancelBatchException, CancelFitException
+from isaac_loop.loop.events import CancelBatchException, CancelFitException, Order
 from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
+from isaac_loop.schedule.schedulers import BatchSchedulerCB
 from isaac_loop.stop.early_stopping import EarlyStoppingCB
 from isaac_loop.show.media_files import media_file, wav_bytes
 from isaac_loop.basics.tensors import set_seed
@@ -220,6 +222,29 @@ def test_a_limit_at_the_end_of_a_batch_hides_nothing(limit, first):
     cbs = [limit(), LoggerCB(keep, every=1)]
     make_trainer(*(cbs if first else cbs[::-1])).fit(1)
     assert list(keep.of("steps")) == [1]
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_the_rate_of_an_update_is_the_one_it_was_made_with(every, lr, accumulated):
+    "Also the first one, though a schedule changes it after each update, and a rate in a tensor in place"
+    keep, made_with = Keep(), []
+
+    class NoteCB:
+        order = Order.WATCH
+
+        def before_step(self, trainer):
+            made_with.append(float(trainer.opt.param_groups[0]["lr"]))
+
+    schedule = BatchSchedulerCB(partial(optim.lr_scheduler.ExponentialLR, gamma=0.5))
+    several = [AccumulationCB(accumulated)] if accumulated > 1 else []
+    opt_func = lambda params, lr: optim.SGD(params, lr=lr.clone() if torch.is_tensor(lr) else lr)
+    trainer = make_trainer(*several, schedule, NoteCB(), LoggerCB(keep, every=every), opt_func=opt_func)
+    trainer.fit(2, lr=lr)
+    rates = {step: row["lr"] for step, row in keep.of("steps").items()}
+    assert made_with[0] == pytest.approx(0.1) and made_with[1] == pytest.approx(0.05)
+    assert rates == {step: pytest.approx(made_with[step - 1]) for step in due(trainer.n_updates, every)}
 
 
 def test_odd_loops_log_what_they_have():
