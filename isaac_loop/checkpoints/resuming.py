@@ -177,7 +177,7 @@ def _pass(self:ResumingCB, trainer, batches):
         batches = self._rest(trainer, batches, state, done, begun)
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
-        if own_way: trainer.dl.leave_pass() # A cancel may have left the last one, which somebody still holds
+        if hasattr(trainer.dl, 'leave_pass'): trainer.dl.leave_pass() # Somebody may hold one that was left
         self._pass_start = compact_random_state(),own,_position_of(trainer.dl),workers_begun(trainer)
     self._walked,drawn = iter(batches),drawn_in(trainer)
     for batch in self._walked:

@@ -686,3 +686,33 @@ def test_after_a_fit_that_was_left_nobody_reads_any_more(error, tmp_path):
         trainer.fit(1, callbacks=SimpleNamespace(after_batch=leave))
     gc.collect()
     assert not dls.train.is_read()
+
+
+class Rows(IterableDataset):
+    "A stream that tells no place"
+
+    def __init__(self, endless=False):
+        self.endless = endless
+
+    def __iter__(self):
+        return itertools.cycle(DATA) if self.endless else iter(DATA)
+
+
+def scaled(cb, batches):
+    return ((a / 40, b) for a, b in batches)
+
+
+LEFT = {
+    "exact": True,
+    "a stream": lambda: exact_loader(Rows(), 8),
+    "without end": lambda: exact_loader(Rows(True), 8),
+    "one that tells its place": lambda: exact_loader(Stream(), 8),
+}
+
+
+@pytest.mark.parametrize("loader", LEFT)
+def test_after_a_pass_that_was_left_a_run_goes_on_in_the_next_one(loader, tmp_path):
+    "What stands around the batches holds the old pass still, and its rest was taken for the next one"
+    make = lambda: [LEAVERS["NBatchCB"](), WrapCB(scaled)]  # noqa: E731
+    told = goes_on(make, tmp_path, cuts=(4, 5), exact=LEFT[loader])
+    assert [o for o in told if "again and dropping" not in o] == []
