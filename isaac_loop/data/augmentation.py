@@ -7,6 +7,7 @@ __all__ = ['BatchTransformCB', 'BatchAugmentationCB', 'each_image', 'albumentati
 
 # %% ../../nbs/data/40_augmentation.ipynb #2bed632f
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 
@@ -18,6 +19,7 @@ from ..basics.checks import check_count, did_you_mean, is_number
 from ..loop.callback_list import is_in
 from ..loop.events import Order
 from ..basics.tensors import SEQUENCES, map_tensors
+from .replay_loaders import ReplayLoader
 from ..basics.old_names import old_words
 from ..loop.passes import parts_of
 
@@ -55,16 +57,36 @@ def _is_plain(x):
     if type(x) is not torch.Tensor or x.requires_grad or x.is_nested or vars(x): return False
     return x.layout is torch.strided
 
+def keeps_batches(
+    dl, # A loader
+)->bool:
+    "Whether the batches of a loader are kept, and come again in the next epoch"
+    while isinstance(dl, ReplayLoader): dl = dl.loader
+    return isinstance(dl, (list, tuple))
+
+def _is_whole(x):
+    "Whether `x` is no container of which another of the same kind is as good"
+    kind = type(x)
+    is_named = kind.__bases__ == (tuple,) and hasattr(kind, '_fields')
+    return not (is_named or kind in (dict, OrderedDict, list, tuple))
+
 def apart_from(
     dl, # A loader
     x, # A batch of it, or an item of one
 ): # The same, with copies of tensors if the loader keeps its batches
     "What may be written to, while the batches of a list stay as they are"
-    if not isinstance(dl, (list, tuple)): return x
+    if not keeps_batches(dl): return x
     copies = {} # A tensor may be there twice
     def copied(part): return copies.setdefault(id(part), part.clone()) if _is_plain(part) else part
-    if type(x) is dict: return {k: copied(part) for k,part in x.items()}
-    return type(x)(map(copied, x)) if type(x) in (list, tuple) else copied(x)
+    return map_tensors(copied, x, _is_whole)
+
+def never_copied(
+    x, # A batch, or an item of one
+)->list:
+    "What is in `x`, and is in what `apart_from` makes of it as well"
+    found = []
+    map_tensors(lambda part: None if _is_plain(part) else found.append(part), x, _is_whole)
+    return found
 
 # %% ../../nbs/data/40_augmentation.ipynb #7d57a7d0
 _NOT_CALLED = '`tfm` is {tfm!r}, which cannot be called. Pass a function of a batch.'

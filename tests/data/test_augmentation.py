@@ -31,6 +31,7 @@ from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.replay_loaders import ReplayLoader
 from isaac_loop.loop.events import Order
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
@@ -750,6 +751,58 @@ def test_the_loaders_own_batches_stay_as_they_are_whatever_a_transform_writes_to
         losses.append(trainer.history["valid_loss"])
     assert losses[0] == losses[1]
     assert all(map(torch.equal, values(), before))
+
+
+Named = namedtuple("Named", "x y")
+DEEP = {
+    "a dict in a tuple": lambda x, y: (dict(x=x), y),
+    "a tuple in a list": lambda x, y: [(x,), y],
+    "a named tuple": Named,
+    "an ordered dict": lambda x, y: OrderedDict(x=[[x]], y=y),
+}
+
+
+def tensors_of(batch):
+    if torch.is_tensor(batch):
+        return [batch]
+    parts = batch.values() if isinstance(batch, dict) else batch
+    return [x for part in parts for x in tensors_of(part)]
+
+
+def doubled_in_place(batch):
+    tensors_of(batch)[0].mul_(2)
+    return batch
+
+
+@pytest.mark.parametrize("loader", [list, ReplayLoader, lambda batches: ReplayLoader(ReplayLoader(batches))])
+@pytest.mark.parametrize("kind", DEEP.values(), ids=DEEP)
+def test_the_loaders_own_batches_stay_as_they_are_however_deep_their_tensors_lie(kind, loader):
+    batches, seen = [kind(*o) for o in make_batches()], []
+    before = [x.clone() for x in tensors_of(batches)]
+    split = lambda batch: (tensors_of(batch)[0], tensors_of(batch)[1])
+    dls = DataLoaders(loader(batches), split=split)
+
+    class Kinds:
+        order = Order.RECORD
+
+        def before_batch(self, trainer):
+            seen.append((type(trainer.batch), tensors_of(trainer.batch)[0]))
+
+    callbacks = [BasicTrainCB(), BatchTransformCB(doubled_in_place), Kinds()]
+    Trainer(dls, F.cross_entropy, optim.SGD, make_model(), callbacks).fit(2, lr=0.1, valid=False)
+    assert all(map(torch.equal, tensors_of(batches), before))
+    assert [kind for kind, _ in seen] == [type(batches[0])] * 6
+    assert all(torch.equal(x, 2 * was) for (_, x), was in zip(seen, 2 * before[::2], strict=True))
+
+
+@pytest.mark.parametrize("loader", [list, ReplayLoader])
+def test_an_item_that_is_a_dict_is_copied_too(loader):
+    batches = [(dict(x=x), y) for x, y in make_batches()]
+    before = [x.clone() for x in tensors_of(batches)]
+    dls = DataLoaders(loader(batches), split=lambda batch: (batch[0]["x"], batch[1]))
+    callbacks = [BasicTrainCB(), BatchAugmentationCB(doubled_in_place)]
+    Trainer(dls, F.cross_entropy, optim.SGD, make_model(), callbacks).fit(2, lr=0.1, valid=False)
+    assert all(map(torch.equal, tensors_of(batches), before))
 
 
 def fitted(callback, batches, cls=Trainer, model=None):

@@ -6,6 +6,7 @@ library is not at hand; and what it cannot write is refused by name.
 
 import ast
 import builtins
+import dataclasses
 import enum
 import io
 import functools
@@ -44,7 +45,7 @@ from isaac_loop.callbacks import (
 )
 from isaac_loop.callbacks import MomentumTrainCB, OneCycleSchedulerCB, ProgressCB, RewindCB, StepSchedulerCB
 from isaac_loop.callbacks import WarmupSchedulerCB
-from isaac_loop.data import DataLoaders, exact_loader
+from isaac_loop.data import DataLoaders, ReplayLoader, exact_loader
 from isaac_loop.inspection.plain_script.known_callbacks import LEFT_OUT, MEMBERS, REFUSED, WRITTEN
 from runs import Rows
 from working import Images, images_model
@@ -352,6 +353,74 @@ def test_a_transform_that_writes_to_its_batch_gets_a_copy_in_the_script_too(make
     exec(str(script), space)
     space["train"](b.model, b.dls.train, None, b.loss_func, b.opt_func, 3, 0.1, **script.needs)
     assert torch.equal(a.model.weight, b.model.weight)
+
+
+def deeply_written_in_place(batch):
+    batch["deep"][0].mul_(1.1)
+    return batch
+
+
+def first_written_in_place(item):
+    item[0].mul_(1.1)
+    return item
+
+
+def deep_pair(batch):
+    return batch["deep"][0], batch["y"]
+
+
+@dataclasses.dataclass
+class Picture:
+    pixels: torch.Tensor
+
+
+def test_copies_of_what_lies_deep_or_in_a_replay_loader_are_made_in_the_script_too():
+    def make(loader, callback):
+        set_seed(1)
+        pairs = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(3)]
+        batches = [dict(deep=[x], y=y) for x, y in pairs]
+        dls = DataLoaders(loader(batches), split=deep_pair)
+        return Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(4, 2), [BasicTrainCB(), callback])
+
+    whole, item = (
+        BatchTransformCB(deeply_written_in_place),
+        BatchAugmentationCB({"deep": first_written_in_place}),
+    )
+    for loader, callback in [(list, whole), (list, item), (ReplayLoader, whole), (ReplayLoader, item)]:
+        a, b = make(loader, callback), make(loader, callback)
+        a.fit(3, lr=0.1, valid=False)
+        script = b.to_script()
+        assert "deepcopy" in str(script)
+        run(script, b, 3, 0.1)
+        assert torch.equal(a.model.weight, b.model.weight)
+
+
+def pixels_written_in_place(batch):
+    batch[0].pixels.mul_(1.1)
+    return batch
+
+
+def test_a_transform_that_may_write_to_what_is_not_copied_is_refused():
+    batches = [(Picture(torch.randn(8, 4)), torch.randint(0, 2, (8,))) for _ in range(3)]
+    callbacks = [BasicTrainCB(), BatchTransformCB(pixels_written_in_place)]
+    dls = DataLoaders(batches, split=lambda batch: (batch[0].pixels, batch[1]))
+    trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(4, 2), callbacks)
+    with pytest.raises(ValueError, match="an object of class `Picture`, of which it gets no copy"):
+        trainer.to_script()
+
+
+def test_batches_of_validation_are_copied_if_its_loader_keeps_them():
+    def make():
+        set_seed(1)
+        valid = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(2)]
+        train = exact_loader(list(zip(torch.randn(16, 4), torch.arange(16) % 2)), 8)
+        callbacks = [BasicTrainCB(), MetricsCB(show=False), BatchTransformCB(written_in_place_as_a_whole)]
+        return Trainer(DataLoaders(train, valid), F.cross_entropy, optim.SGD, nn.Linear(4, 2), callbacks)
+
+    a, b = make(), make()
+    a.fit(3, lr=0.1)
+    rows = run(b.to_script(), b, 3, 0.1)
+    assert plain_rows(rows) == plain_rows(a.history.rows)
 
 
 # What is swapped

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from isaac_loop.basics.source_code import syntax_tree
+from isaac_loop.data.augmentation import keeps_batches, never_copied
 
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.written_steps import Lines
@@ -72,8 +73,9 @@ class Device(Lines):
 
 # %% ../../../nbs/inspection/plain_script/18_written_batches.ipynb #20cf5c8b
 def _gets_copies(writing):
-    "Whether the loader is a list of batches, which would be others in the next epoch"
-    return isinstance(writing.trainer.dls.train, (list, tuple))
+    "Whether the batches of this pass are kept, and would be others in the next epoch"
+    dls = writing.trainer.dls
+    return keeps_batches(dls.train if writing.training else dls.valid)
 
 def _may_write(tfm):
     "Whether the source of a transform changes something in place; what has no source is taken to leave it"
@@ -88,16 +90,27 @@ def _writes(node):
     is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     return is_method and node.func.attr.endswith('_') and not node.func.attr.startswith('_')
 
+_FIXED = bool,int,float,complex,str,bytes,type(None) # Nobody can write to these
+_IN_PART = ('its transform may write to what it is given, and in that is an object of class `{}`, of '
+            'which it gets no copy', 'Let the transform return new tensors, or the loader give tensors alone')
+
+def _given(writing, tfm, text, part):
+    "What a transform is given of `part` of a batch, called `text`: a copy where the trainer makes one"
+    if not (_gets_copies(writing) and _may_write(tfm)): return text
+    as_it_is = [o for o in never_copied(part) if not isinstance(o, _FIXED)]
+    if any(o is part for o in as_it_is): return text
+    if as_it_is: raise NotWritten(_IN_PART[0].format(type(as_it_is[0]).__name__), _IN_PART[1])
+    if torch.is_tensor(part): return f'{text}.clone()'
+    return f'{writing.sources.bring("deepcopy", copy.deepcopy)}({text})'
+
 # %% ../../../nbs/inspection/plain_script/18_written_batches.ipynb #ec06af95
 class BatchTransform(Lines):
     "A transform of the batch"
     def before_batch(self):
         self.w.note('batch', self.w.training)
         self.w.unpacked = False
-        f,given = self.w.function(self.cb.tfm, 'transform'),'batch'
-        if _gets_copies(self.w) and _may_write(self.cb.tfm):
-            given = f'{self.w.sources.bring("deepcopy", copy.deepcopy)}(batch)'
-        return f'batch = {f}({given})'
+        f,batch = self.w.function(self.cb.tfm, 'transform'),self.w.seen.get(self.w.training)
+        return f'batch = {f}({_given(self.w, self.cb.tfm, "batch", batch)})'
 
 class BatchAugmentation(Lines):
     "A transform for each item"
@@ -106,17 +119,17 @@ class BatchAugmentation(Lines):
         for key,tfm in self.cb.tfms.items():
             f,batch = w.function(tfm, 'transform'),w.seen.get(w.training)
             item = batch[list(batch)[key] if hasattr(batch, 'keys') and type(key) is int else key]
-            is_copied = _gets_copies(w) and _may_write(tfm) and type(item) is torch.Tensor
-            own = '.clone()' if is_copied else ''
+            given = partial(_given, w, tfm, part=item)
             if w.unpacked and type(key) is int:
                 form = w.form()
                 name = [*form.inputs, *form.targets][key]
                 if not name.startswith('*'):
-                    found.append(f'{name} = {f}({name}{own})')
+                    found.append(f'{name} = {f}({given(name)})')
                     continue
             w.note('batch', w.training)
             w.unpacked = False
             if hasattr(batch, 'keys') and type(key) is int: key = list(batch)[key]
-            if isinstance(key, str): found.append(f'batch = {{**batch, {key!r}: {f}(batch[{key!r}]{own})}}')
-            else: found.append(f'batch = [*batch[:{key}], {f}(batch[{key}]{own}), *batch[{key+1}:]]')
+            own = given(f'batch[{key!r}]')
+            if isinstance(key, str): found.append(f'batch = {{**batch, {key!r}: {f}({own})}}')
+            else: found.append(f'batch = [*batch[:{key}], {f}({own}), *batch[{key+1}:]]')
         return '\n'.join(found)
