@@ -15,6 +15,7 @@ from .resuming import warn_of_rates
 from .which_run import explain_fresh, left_before
 from ..data.generators import data_generators, PARTS
 from ..state.errors import NoValidCheckpoint
+from ..state.comings import go_back
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_parts import generators
 from ..state.script_facts import exchanged_opts, other_facts
@@ -78,12 +79,13 @@ def tell_exchanged(trainer):
     return bool(told)
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #5f28643c
-def takes_up(trainer, fits, weights, state, strict=True):
+def takes_up(trainer, fits, weights, state, strict=True, mine=False):
     "Whether this fit has to do with what was saved; if so, check that it fits, and what is left to do"
     position,fit = state['position'],fits.number(trainer)
     whose = belongs_to(position, fit)
     if whose == 'an earlier fit': return False
     fits.over = why_over(position, trainer, fit)
+    if mine and not fits.over: go_back(trainer, state)
     if whose != 'a later fit': check_fits(trainer, weights, state, strict)
     if not fits.over: tell_what_differs(trainer, state)
     return True
@@ -95,13 +97,14 @@ def to_resume(trainer, run, fits, resume='auto', verify='sha256', strict=True, i
     fits.begin(trainer, mine)
     def look():
         found = _found(trainer, run, mine, resume, verify, is_named)
-        if found is None or not takes_up(trainer, fits, *found, strict):
+        if found is None or not takes_up(trainer, fits, *found, strict, mine):
             _say_anew(trainer, fits.number(trainer), run.store.folder)
             if resume == 'auto' and not is_named: _warn_of_left(trainer)
             return None,None,None
         if not fits.over: _say_where(found[1]['position'], run.where())
         return *found,fits.over
     weights,state,fits.over = trainer.ranks.from_main(look)
+    if mine and not (fits.over or trainer.ranks.is_main or state is None): go_back(trainer, state)
     return None if state is None else (weights, state)
 
 def _found(trainer, run, mine, resume, verify, is_named):

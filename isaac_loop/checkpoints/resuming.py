@@ -24,6 +24,7 @@ from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
+from ..state.comings import take_comings, take_out, warn_of_absent
 from ..state.run_parts import all_parameters, check_states, generators, loaders_of, opt_defaults
 from ..state.run_parts import put_workers, workers_begun
 from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
@@ -56,6 +57,7 @@ class ResumingCB:
     _before,_last = None,None # What batches of this pass may be made from; what the newest of them holds
     _walked,_in_step = None,False # What gives the batches of this pass; has each come with one of the loader?
     _kept_before = {} # What the training loader kept when the fit began, see `kept_in`
+    _gone,_awaited = {},{} # Who had left when this pass began; who is to be there when batches come
     __repr__ = show_settings
     def __getstate__(self): return {k: x for k,x in vars(self).items() if k != '_walked'} # No copy walks on
 
@@ -65,6 +67,7 @@ class ResumingCB:
         self._found,self._strict = found,strict
         self._pass_start,self._batches,self._next = None,0,0
         self._before,self._last = None,None
+        self._gone,self._awaited = {},{}
         self._elsewhere = bool(found and (found[1]['pass_start'] or {}).get('again'))
         note_frozen(trainer)
         self._kept_before = kept_in(getattr(trainer.dls, 'train', None))
@@ -78,6 +81,7 @@ class ResumingCB:
         if self._found: self._next = self._found[1]['position']['epoch']
         position,state = self._found[1]['position'] if self._found else {},None
         if self._found and not (is_in_pass(position) or position.get('trained')): state = self._go_on(trainer)
+        elif is_in_pass(position): take_out(trainer, self._mine(trainer)[1]['pass_start'].get('gone', {}))
         first = self._next
         for epoch in epochs:
             if epoch < first: # Whoever has wrapped the epochs sees them again
@@ -85,6 +89,7 @@ class ResumingCB:
                 continue
             self._find_again(trainer, epoch)
             yield epoch
+            self._look_for_awaited(trainer)
             self._batches,self._next = 0,epoch+1
             with _named(self, trainer): self._between_epochs(trainer)
 
@@ -96,6 +101,7 @@ class ResumingCB:
             self._go_on(trainer)
             self._batches,trainer.stop_reason = position['batches'],position['stop_reason']
         for training in passes:
+            if training: self._gone = take_comings(trainer).get('left', {})
             if not (training and over): yield training
             if not training: continue
             with _named(self, trainer): self._pass_over(trainer)
@@ -117,6 +123,9 @@ class ResumingCB:
     def _restore(self, trainer):
         "Put back what was saved; returns the state"
         (weights,state),self._found = self._mine(trainer),None
+        comings = state.get('comings') or {} # Earlier versions have not noted them
+        take_out(trainer, comings.get('left', {}))
+        self._awaited = comings.get('came', {})
         put_state(trainer, weights, state)
         put_frozen(trainer, state)
         put_position(trainer, state)
@@ -129,6 +138,11 @@ class ResumingCB:
         kept = (state['pass_start'] or {}).get('kept', {})
         warn_of_kept(trainer, others_kept(kept, kept_in(getattr(trainer.dls, 'train', None))))
         return state
+
+    def _look_for_awaited(self, trainer):
+        "Once the batches come, say who had come in the saved run and has not come again"
+        awaited,self._awaited = self._awaited,{}
+        warn_of_absent(trainer, awaited)
 
     def _between_epochs(self, trainer): "For a subclass: `self._next` is the epoch that comes next"
     def _between_batches(self, trainer): "For a subclass: `self._batches` of this pass are done"
@@ -179,6 +193,7 @@ def _pass(self:ResumingCB, trainer, batches):
         own = {name: o.get_state() for name,o in generators(trainer).items()}
         if hasattr(trainer.dl, 'leave_pass'): trainer.dl.leave_pass() # Somebody may hold one that was left
         self._pass_start = compact_random_state(),own,_position_of(trainer.dl),workers_begun(trainer)
+    self._look_for_awaited(trainer)
     self._walked,drawn = iter(batches),drawn_in(trainer)
     for batch in self._walked:
         self._as_given,handed = batch is trainer._source.last,handed+1
@@ -223,6 +238,7 @@ def start_of_pass(trainer):
     start,own,place = begun
     again,before = _is_elsewhere(innermost, trainer),outermost._before
     found = start | {'generators': own, 'loader': place, 'workers': workers, 'again': again}
+    found['gone'] = outermost._gone
     noted = before is not None or trainer._source.read_again
     if not noted or not (again or is_made(trainer, innermost._is_wrapped)): return found
     if not again: return found | {'before': before, 'last': None}
@@ -288,7 +304,7 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     start = dict(state['pass_start'])
     own,place,again = start.pop('generators'),start.pop('loader', None),start.pop('again', False)
     saved = {name: start.pop(name, None) for name in ('last', 'place', 'before')}
-    workers = start.pop('workers', None)
+    workers,_ = start.pop('workers', None),start.pop('gone', None)
     self._pass_start = start,own,place,workers
     over,stopped = not again and _is_over(trainer.dl, done),state['position']['stop_reason']
     if over or stopped is not None:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from .resuming import between_passes, ResumingCB, start_of_pass, warn_of_rates
 from ..basics.checks import check_count
 from ..loop.events import Order
+from ..state.comings import go_back
 from ..state.run_checks import check_fits
 from ..state.run_state import take_state
 from ..loop.trainer import Trainer
@@ -87,4 +88,5 @@ def rewind(self:Trainer,
     to = tuple(to)
     if to not in cb.states: raise LookupError(_NOT_KEPT.format(*to, sorted(cb.states)))
     cb._to = cb.states[to]
+    go_back(self, cb._to[1])
     cb.states = {k: v for k,v in cb.states.items() if k <= to}

@@ -21,6 +21,7 @@ from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain
+from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
 from .owners import World, add_generators_of, holders, is_layer, is_part
@@ -64,11 +65,12 @@ class OwnState:
         self.told = former.told if former else set() # What was said to be lost
         ever = former.ever if former else {} # Names of what changed in any fit
         self.ever = {name: set(names) for name,names in ever.items()}
+        self.comings = Comings(trainer, former and former.comings)
         self.note(trainer)
 
     def _owners(self, trainer, callbacks, layers=True):
         "Attributes that may be state, by name; those of the trainer have no name"
-        found,everybody = {},trainer.callbacks
+        found,everybody = {},[*owed(trainer), *trainer.callbacks]
         for cb in everybody if callbacks is None else callbacks:
             for name,(owner,without) in holders(cb).items():
                 another = owner is not cb and any(owner is o for o in everybody)
@@ -101,6 +103,7 @@ class OwnState:
         for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
         new = trainer.callbacks if callbacks is None else callbacks
         if not ready: self.outside |= _written_by(new, marker)
+        if callbacks is None: self.comings.begin(trainer)
 
     def _changed(self, marker, name, own):
         "Names of attributes of `own` that have been set or changed, in their order"
@@ -115,6 +118,7 @@ class OwnState:
         for name,(_,own) in self._owners(trainer, None).items():
             if is_part(name) and name not in self.ready: continue # The fit has not come as far
             self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
+        self.comings.close(trainer)
 
 def _is_fixed(x): return type(x) in SIMPLE or (type(x) is tuple and set(map(type, x)) <= SIMPLE)
 

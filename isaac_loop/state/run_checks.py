@@ -53,6 +53,7 @@ def _faults(state):
     opts,position = (state[o] if isinstance(state[o], dict) else {} for o in ('opts', 'position'))
     yield from _lacking(opts, {name: dict(state=dict, param_groups=list) for name in opts}, "state['opts']")
     if 'world_size' in state: yield from _of_processes(state)
+    if state.get('comings'): yield from _lacking(state, dict(comings=dict(left=dict, came=dict, owed=dict)))
     if is_in_pass(position): yield from _lacking(state, dict(pass_start=dict(generators=dict, **_RANDOM)))
 
 def _of_processes(state):
@@ -182,6 +183,9 @@ _OTHER_CALLBACKS = ('State was saved for the callbacks {}, but those with a stat
                     'Use the same callbacks and names; or, if that does not matter, go on all the same '
                     'with `CheckpointCB(strict=False)` or `RewindCB(strict=False)`.')
 
+_CAME_LATE = (' In the middle of the saved run {} came: give such from the beginning, with a condition of '
+              'its own.')
+
 def check_fits(
     trainer, # That is to go on
     weights:dict, # As `take_state` gave them
@@ -193,7 +197,7 @@ def check_fits(
     if lines or (others and strict):
         raise ResumeMismatch(_MISMATCH.format(_as_list(lines+others), _ON_PURPOSE*(not lines)))
     if others: warn(_OTHER_DATA.format('; '.join(others)))
-    if strict: _check_callbacks(state['callbacks'], stateful_callbacks(trainer))
+    if strict: _check_callbacks(state, stateful_callbacks(trainer))
 
 def _wrong(trainer, weights, state):
     "A line for everything that would make the result wrong in any case"
@@ -202,12 +206,17 @@ def _wrong(trainer, weights, state):
     yield from _unlike(state['modules'], parts_of(trainer, nn.Module), 'the modules')
     for compare in (_groups, _lengths, _loader_kinds, _orders): yield from compare(trainer, state)
 
-def _check_callbacks(saved, now):
+def _check_callbacks(state, now):
     "Refuse a state without a callback, and a callback without its state; nothing is lost where there is none"
-    lost = [name for name,state in saved.items() if name not in now and state != {}]
+    saved,comings = state['callbacks'],state.get('comings') or dict(left={}, came={})
+    lost = [name for name,told in saved.items() if name not in now and told != {}]
     new = [name for name,cb in now.items() if name not in saved and _has_state(cb)]
+    new = [name for name in new if comings['left'].get(name) != type(now[name]).__qualname__]
     told = [f'nobody takes the state of {lost}']*bool(lost) + [f'{new} would start anew']*bool(new)
-    if told: raise StateOwnerMissing(_OTHER_CALLBACKS.format(list(saved), list(now), ', and '.join(told)))
+    late = [name for name in lost if name in comings['came']]
+    hint = _CAME_LATE.format(late) if late else ''
+    what = list(saved),list(now),', and '.join(told)
+    if told: raise StateOwnerMissing(_OTHER_CALLBACKS.format(*what) + hint)
 
 def _has_state(callback):
     "Whether a callback tells anything about itself at present; who cannot tell yet may have something"

@@ -18,6 +18,7 @@ from ..loop.events import callback_name
 from ..loop.fitting import private_state
 from ..loop.ranks import runs_here
 from ..loop.shared_attributes import STATE
+from .comings import owed
 from .random_numbers import undrawn
 
 # %% ../../nbs/state/56_run_parts.ipynb #e82b7fa8
@@ -27,9 +28,9 @@ _ONLY_ONE = ('`{}` has only one of `state_dict` and `load_state_dict`, so its st
 def stateful_callbacks(
     trainer, # Whose callbacks to look at
 )->dict: # Callbacks by name
-    "The callbacks that have a state to save, and take part in this process"
+    "The callbacks that have a state to save, and take part in this process or are owed a cleanup"
     found = {}
-    for cb in filter(runs_here, trainer.callbacks):
+    for cb in filter(runs_here, [*owed(trainer), *trainer.callbacks]):
         has = [callable(getattr(cb, o, None)) for o in ('state_dict', 'load_state_dict')]
         name = callback_name(cb)
         if any(has) and not all(has):

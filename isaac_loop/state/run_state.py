@@ -15,6 +15,7 @@ from ..data.fingerprint import data_of, loss_of
 from ..loop.events import callback_name
 from ..loop.shared_attributes import offered, offering
 from ..loop.passes import n_batches
+from .comings import take_comings
 from .errors import ResumeMismatch
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
@@ -43,6 +44,7 @@ def _gather_parts(trainer, steps_over=False):
                 generators={name: o.get_state() for name,o in generators(trainer).items()},
                 workers=workers_begun(trainer),
                 callbacks=_told_states(trainer, steps_over),
+                comings=take_comings(trainer),
                 own={} if own is None else own.take(trainer, copy=False))
 
 def places_of(
