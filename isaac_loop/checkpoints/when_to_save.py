@@ -136,9 +136,11 @@ class NewestNumbers:
         found = row | (self.numbers if self.updates == trainer.n_updates else {})
         return found if self.monitor is None or self.monitor in found else {}
 
-    def state_dict(self): return dict(best=self.judge.best, measured=[self.updates, self.numbers])
+    def state_dict(self):
+        return dict(best=self.judge.best, measured=[self.updates, self.numbers], seen=self.was_measured)
 
     def load_state_dict(self, state):
         "Go on with what was the best"
-        self.judge.best,self.was_measured = state['best'],state['best'] is not None
+        self.judge.best = state['best']
+        self.was_measured = state.get('seen', state['best'] is not None) # NaN is no best, but a value
         self.updates,self.numbers = state.get('measured', (0, {}))

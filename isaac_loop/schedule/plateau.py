@@ -85,7 +85,6 @@ class PlateauSchedulerCB(EpochSchedulerCB):
     def before_fit(self, trainer):
         "Make the schedule, and see whether somebody records what it watches"
         super().before_fit(trainer)
-        self._seen = 0
         self._declared = self.scheduler is None or check_monitored(trainer, self.monitor, type(self).__name__)
 
     def log(self, trainer):
@@ -98,13 +97,13 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         "Tell the schedule what was measured just now"
         value = value_now(trainer, self.monitor) if self.scheduler is not None else None
         if value is None: return
-        self._seen += 1
         self.scheduler.step(value)
         check_rates(getattr(trainer, self.opt), self, 'after {} updates', trainer.n_updates)
 
     def after_fit(self, trainer):
         "Say so if there never was a value"
-        if self.scheduler is None or not trainer.n_updates or self._seen: return
+        if self.scheduler is None or not trainer.n_updates: return
+        if self.scheduler.last_epoch: return # It counts values, also those from before a run went on
         warn(_NEVER_MEASURED.format(cb=type(self).__name__, monitor=self.monitor))
 
     def state_dict(self)->dict: # Numbers, strings, lists and dicts; empty before the first fit

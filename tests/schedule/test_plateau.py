@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import optim
 from torch.optim import lr_scheduler as lrs
 
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.schedule.plateau import PlateauSchedulerCB, StepSchedulerCB
 from scheduled import lr_of, make_batches, make_trainer, RecorderCBNamed, WriteCB
@@ -143,3 +144,30 @@ def test_a_column_that_never_came_and_one_that_is_no_number_are_told():
     trainer = make_trainer(WriteCB([[1.0, 2.0]]), PlateauSchedulerCB("score", mode="min"))
     with pytest.raises(TypeError, match="`score` is \\[1.0, 2.0\\]"):
         trainer.fit(1, valid=False)
+
+
+def test_values_from_before_a_run_went_on_count_too(tmp_path):
+    "Here a plateau, and a checkpoint that looks for the best of them, also if that was NaN"
+
+    class NanCB:
+        columns = ["score"]
+
+        def cleanup_epoch(self, trainer):
+            if trainer.epoch == 0:
+                trainer.history.write(score=math.nan)
+
+    def run(*callbacks):
+        return make_trainer(
+            NanCB(),
+            PlateauSchedulerCB("score", mode="min", patience=0),
+            CheckpointCB(tmp_path, monitor="score", mode="min"),
+            *callbacks,
+        ).fit(2, valid=False)
+
+    def before_batch(trainer):
+        if trainer.epoch == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(before_batch)
+    run()  # Without a word
