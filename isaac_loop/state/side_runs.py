@@ -134,7 +134,7 @@ def side_run(self:Trainer,
     modes = [(m, m.training) for m in [*modules, *_modules_beside(self)]]
     world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=_generators_of(self))
     before = Snapshot(world, keep=self._trained(modules))
-    validating = any(o.name == 'epoch' for o in self.plan.spans) and not self._training
+    validating = self._training is False and not self._source.was_left # Also in `cleanup_epoch`
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
     plan = Plan(type(self), self.plan.own_spans)
     plan.changes = tuple(swaps)

@@ -432,6 +432,31 @@ def test_a_callers_no_grad_holds_inside():
     assert wanted and not any(wanted)
 
 
+@pytest.mark.parametrize("event", ["before_epoch", "after_batch", "after_epoch", "cleanup_epoch"])
+def test_a_run_on_the_side_trains_at_any_event_of_a_validation_pass(event):
+    def train(trainer):
+        if not trainer.training:
+            with trainer.side_run() as side:
+                side.fit(1, valid=False)
+            trained.append(torch.is_grad_enabled())
+
+    trainer, trained = make_trainer(), []
+    callback = function(event, train)
+    callback.order = Order.RECORD
+    trainer.fit(1, callbacks=callback)
+    assert trained and not any(trained)
+
+
+def test_a_callers_no_grad_holds_after_a_validation_pass():
+    def look(trainer):
+        with torch.no_grad(), trainer.side_run():
+            seen.append(torch.is_grad_enabled())
+
+    seen = []
+    make_trainer().fit(1, callbacks=function("log", look))
+    assert seen == [False]
+
+
 def test_a_loader_is_not_told_its_position_in_the_middle_of_a_pass():
     "It would begin its next pass there"
 
