@@ -75,9 +75,9 @@ def evaluate(self:EvaluatorCB,
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #dc0acb3d
 def _written_to(model):
-    "Where each weight lies, and how often it was written to, as far as PyTorch counts that"
+    "A number for where each weight lies, and how often it was written to, as far as PyTorch counts that"
     kinds = [getattr(model, kind)() for kind in ('parameters', 'buffers') if hasattr(model, kind)]
-    return [_place_of(x) for tensors in kinds for x in tensors]
+    return hash(tuple(_place_of(x) for tensors in kinds for x in tensors))
 
 def _place_of(x):
     try: return id(x),x.data_ptr(),x._version
@@ -86,13 +86,14 @@ def _place_of(x):
 @patch
 def _note_model(self:EvaluatorCB, trainer):
     "Remember which model was measured"
-    self._averaged,self._written = offered(trainer, 'n_averaged'),_written_to(trainer.model)
+    self._averaged,self._written = sum(offered(trainer, 'n_averaged')),_written_to(trainer.model)
 
 @patch
 def _is_fresh(self:EvaluatorCB, trainer):
     "Whether the model is still the one that was measured last"
     if not self._fresh: return False
-    return self._averaged == offered(trainer, 'n_averaged') and self._written == _written_to(trainer.model)
+    averaged = sum(offered(trainer, 'n_averaged'))
+    return self._averaged == averaged and self._written == _written_to(trainer.model)
 
 @patch
 def _measure(self:EvaluatorCB, trainer):
@@ -146,7 +147,7 @@ def before_fit(self:EvaluatorCB, trainer):
     check_sets(trainer, self.sets, callback_name(self))
     self.n_evaluations,self._measured = 0,{} # How many, and what the last one gave
     self._fresh = False # Is the model still the one that was measured last?
-    self._averaged,self._written = [],[] # What tells of that model
+    self._averaged,self._written = 0,None # What tells of that model
     self._of = weakref.ref(trainer)
     self._started,self._seen = False,0 # Was there a batch, and how many updates after the last one?
     self._unwritten = [] # Batches that have no row yet
@@ -271,4 +272,4 @@ def load_state_dict(self:EvaluatorCB,
     for name in _KEPT: setattr(self, name, state[name.strip('_')])
     self._measured,self._unwritten = dict(self._measured),list(self._unwritten)
     trainer = self._of and self._of()
-    self._written = _written_to(trainer.model) if trainer is not None else []
+    self._written = _written_to(trainer.model) if trainer is not None else None
