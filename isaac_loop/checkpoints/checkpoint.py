@@ -31,7 +31,7 @@ from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
 from ..state.plain_state import plain
 from ..state.run_folder import run_folder
-from ..state.run_parts import bare, loaders_of, parts_of
+from ..state.run_parts import bare, held_loaders, loaders_of, parts_of
 from ..state.script_facts import note_left
 from ..state.run_state import cut_names, put_weights, take_parts, take_state
 from ..state.states_of_processes import for_this_process, gather_states
@@ -242,7 +242,7 @@ _WRITTEN = ('{} of the model was written to in the validation pass that was inte
 class PassEnd:
     "What a validation pass may change, as it was when the training pass and all its events were over"
     def __init__(self, trainer):
-        for dl in loaders_of(trainer).values():
+        for dl in (loaders_of(trainer) | held_loaders(trainer)).values():
             if hasattr(dl, 'leave_pass'): dl.leave_pass() # A cancel may have left the training pass
         self.parts,self.reason = take_parts(trainer, steps_over=True),trainer.stop_reason
         self.options = {name: [_options(group) for group in opt.param_groups] for name,opt in _opts(trainer)}

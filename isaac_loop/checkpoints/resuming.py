@@ -25,7 +25,8 @@ from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
 from ..state.comings import take_comings, take_out, warn_of_absent
-from ..state.run_parts import all_parameters, check_states, generators, loaders_of, opt_defaults
+from ..state.run_parts import all_parameters, check_states, generators, held_loaders
+from ..state.run_parts import loaders_of, opt_defaults
 from ..state.run_parts import put_workers, workers_begun
 from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
@@ -280,12 +281,24 @@ def _is_over(dl, done):
     if position.get('batches') and position['batches'] == n_batches(dl):
         dl.set_epoch(position['epoch']+1) # All that is left of this epoch is its end
         return True
-    return not position.get('samples', position.get('batches', 1))
+    return not _given(position)
+
+def _given(position): return position.get('samples', position.get('batches', 1))
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #dc2a3b73
 def _leave_rest(dl):
-    "Let a loader that knows its position begin the next epoch"
-    if hasattr(dl, 'load_state_dict') and hasattr(dl, 'set_epoch'): dl.set_epoch(dl.state_dict()['epoch']+1)
+    "Let a loader that knows its position, and is in the middle of an epoch, begin the next one"
+    if not (hasattr(dl, 'load_state_dict') and hasattr(dl, 'set_epoch')): return
+    position = dl.state_dict()
+    if _given(position): dl.set_epoch(position['epoch']+1)
+
+def _leave_held(trainer, before):
+    "The same for loaders that others hold, but for those that stand where they stood `before` this pass"
+    places = (before or {}).get('loaders', {})
+    for name,dl in held_loaders(trainer).items():
+        now,was = dl.state_dict(),places.get(name)
+        is_read = was is None or (now['epoch'], _given(now)) != (was['epoch'], _given(was))
+        if is_read: _leave_rest(dl)
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #cc338659
 def _run_samplers(trainer, start, workers=None):
@@ -308,6 +321,7 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     self._pass_start = start,own,place,workers
     over,stopped = not again and _is_over(trainer.dl, done),state['position']['stop_reason']
     if over or stopped is not None:
+        _leave_held(trainer, saved['before'])
         _end_pass(trainer, over, stopped, own, workers)
         trainer.batch_num = done-1
         return iter(())

@@ -30,7 +30,9 @@ from isaac_loop.loop.events import CancelEpochException, CancelFitException, Ord
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.state.errors import ResumeMismatch
+from isaac_loop.stop.interrupts import InterruptCB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from resumed import press
 from runs import Cut, CutCB
 
 x = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
@@ -716,3 +718,70 @@ def test_after_a_pass_that_was_left_a_run_goes_on_in_the_next_one(loader, tmp_pa
     make = lambda: [LEAVERS["NBatchCB"](), WrapCB(scaled)]  # noqa: E731
     told = goes_on(make, tmp_path, cuts=(4, 5), exact=LEFT[loader])
     assert [o for o in told if "again and dropping" not in o] == []
+
+
+# ---- loaders that others hold, after a stop in the middle of an epoch and at the end of one
+
+
+class Reading:
+    "A loader of the user's own"
+
+    def __init__(self):
+        self.dl = exact()
+
+    def __iter__(self):
+        for a, b in self.dl:
+            yield a, b
+
+
+def stopped(folder, train, held, broken=False):
+    "Sums of the batches of a fit that stops in its second epoch, perhaps cut after that, and of one more fit"
+
+    def after_batch(trainer):
+        if trainer.training:
+            seen.append(trainer.batch[0].sum().item())
+            if trainer.n_updates == 8:
+                trainer.request_stop()
+        elif broken and trainer.epoch == 1:
+            raise Cut
+
+    set_seed(1)
+    seen, wrapped = [], [AttributeCB(held())] if held else []
+    callbacks = [BasicTrainCB(), *wrapped, CheckpointCB(folder, every=1), after_batch]
+    dls = DataLoaders(train(), [DATA[:8]])
+    trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(6, 2), callbacks)
+    with contextlib.suppress(Cut):
+        trainer.fit(3, lr=0.1)
+        trainer.fit(1, lr=0.1)
+    return seen
+
+
+def streamed():
+    return exact_loader(Rows(True), 8, seed=2)
+
+
+HELD = {"by a loader": (Reading, None), "by a callback": (exact, exact), "a stream": (plain, streamed)}
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.filterwarnings("ignore")
+def test_after_a_stop_loaders_that_others_hold_begin_the_next_epoch(held, tmp_path):
+    "They gave what the run had left of the old one"
+    whole = stopped(tmp_path / "whole", *HELD[held])
+    first = stopped(tmp_path / "cut", *HELD[held], broken=True)
+    assert len(first) == 8 and first + stopped(tmp_path / "cut", *HELD[held]) == whole
+
+
+def cleanup_epoch(trainer):
+    "Comes when a training pass is over, and is heard of in validation"
+    if trainer.training and trainer.epoch == 1:
+        press(trainer)
+
+
+def test_so_they_do_after_an_interrupt_in_validation_where_the_training_pass_was_left(tmp_path):
+    make = lambda: [NBatchCB(3), AttributeCB(exact())]  # noqa: E731
+    whole, _ = run(make)
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda: [*make(), InterruptCB(), cleanup_epoch], None, tmp_path)
+    again, _ = run(make, None, tmp_path)
+    assert torch.equal(again.model[0].weight, whole.model[0].weight)
