@@ -296,9 +296,12 @@ def _leave_held(trainer, before):
     "The same for loaders that others hold, but for those that stand where they stood `before` this pass"
     places = (before or {}).get('loaders', {})
     for name,dl in held_loaders(trainer).items():
-        now,was = dl.state_dict(),places.get(name)
-        is_read = was is None or (now['epoch'], _given(now)) != (was['epoch'], _given(was))
-        if is_read: _leave_rest(dl)
+        if not _is_at(dl, places.get(name)): _leave_rest(dl)
+
+def _is_at(dl, place):
+    "Whether a loader stands at a place, if there is one"
+    now = dl.state_dict()
+    return place is not None and (now['epoch'], _given(now)) == (place['epoch'], _given(place))
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #cc338659
 def _run_samplers(trainer, start, workers=None):
@@ -332,11 +335,19 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     put_generators(trainer, own)
     put_workers(trainer, workers)
     with _model_kept(trainer): self._walked,last,self._in_step = _replayed(trainer, batches, start, done)
-    put_callbacks(trainer, state, tell=False) # Whoever wraps the batches has seen them again
+    _put_readers(trainer, state)
     innermost,_ = _resuming(trainer)
     place = place_in_pass(trainer, innermost._walked, innermost._in_step)
     check_made_again(trainer, state['position'], last, place, saved, self._strict)
     return self._walked
+
+def _put_readers(trainer, state):
+    "Let who wraps the batches be as it was; loaders that have come there by reading again stay in their pass"
+    places = state['loaders']
+    read = [dl for name,dl in held_loaders(trainer).items() if _is_at(dl, places.get(name))]
+    stay = [dl.place_keeper() for dl in read]
+    put_callbacks(trainer, state, tell=False)
+    for put_back in stay: put_back()
 
 @contextmanager
 def _model_kept(trainer):
