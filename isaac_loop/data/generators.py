@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
 from ..basics.tensors import OF_MODULES
 from .resumable_loaders import Resumable
+from .sampling import hashed
 from ..loop.fitting import private_state
 from ..loop.trainer import Trainer
 
@@ -66,6 +67,24 @@ def set_drawn(
     elif hasattr(x, 'set_state'): x.set_state(state)
     else: getattr(x, 'bit_generator', x).state = state
 
+def begin_anew(
+    x, # A generator
+    seed:int, # From 0 to 2**64 - 1
+):
+    "Let a generator begin from a number"
+    if isinstance(x, torch.Generator): x.manual_seed(seed)
+    elif isinstance(x, random.Random): x.seed(seed)
+    elif hasattr(x, 'set_state'): _begin_of_old(x, seed)
+    else:
+        bits = getattr(x, 'bit_generator', x)
+        bits.state = type(bits)(seed).state
+
+def _begin_of_old(x, seed):
+    "The same for a `RandomState`, of which only the usual kind takes a number"
+    kind = type(x._bit_generator)
+    if kind.__name__ == 'MT19937': x.seed(seed % 2**32)
+    else: x.set_state(type(x)(kind(seed)).get_state(legacy=False))
+
 @contextmanager
 def generators_kept(
     generators, # Several
@@ -76,6 +95,16 @@ def generators_kept(
     try: yield
     finally:
         for x,state in states: set_drawn(x, state)
+
+@contextmanager
+def generators_seeded(
+    generators:dict, # By path; their state can be told
+    *key, # The same gives the same numbers
+):
+    "Have the generators begin anew inside the block, and go on undisturbed after it"
+    with generators_kept(generators.values()):
+        for path,x in generators.items(): begin_anew(x, hashed(*key, path)[0])
+        yield
 
 # %% ../../nbs/data/55_generators.ipynb #20e1df82
 _LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtins', 'multiprocessing',

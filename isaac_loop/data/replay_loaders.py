@@ -14,7 +14,8 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..basics.checks import warn
-from .generators import held_loaders_in
+from .generators import HELD, PARTS, data_generators, drawn_from, found_from
+from .generators import generators_seeded, held_loaders_in
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained
 from .stream_places import known_of_stream, remembers_nothing
@@ -213,14 +214,34 @@ def _source(self:ReplayLoader, epoch):
     if self._engine is None: self._engine = self._fresh()
     source = self._engine
     if isinstance(getattr(source, 'dataset', None), _SeededStream): source.dataset.begin(epoch)
-    parts = [getattr(source, name, None) for name in ('dataset', 'sampler', 'batch_sampler')]
-    for part in (source, *parts, getattr(parts[0], 'dataset', None)):
-        _set_epoch(part, epoch)
-        generator = getattr(part, 'generator', None)
-        if isinstance(generator, torch.Generator): generator.manual_seed(hashed(self.seed, epoch)[1])
+    for part in _parts_of(source): _set_epoch(part, epoch)
+    for generator in _generators_of(source): generator.manual_seed(hashed(self.seed, epoch)[1])
     for dl in _read_by(source): _set_epoch(dl, epoch)
     if self.make: self._engine = None # Another one for the next pass
     return source
+
+def _parts_of(source):
+    "A loader, and what of it may know the epoch or hold a generator"
+    parts = [getattr(source, name, None) for name in ('dataset', 'sampler', 'batch_sampler')]
+    return [source, *parts, getattr(parts[0], 'dataset', None)]
+
+def _generators_of(source):
+    found = [getattr(part, 'generator', None) for part in _parts_of(source)]
+    return [x for x in found if isinstance(x, torch.Generator)]
+
+def _lent_to(source):
+    "Other generators that a loader leads to, by path, beside those of its rows"
+    if isinstance(source, (*HELD, Resumable)): return {}
+    plain = [dl for dl in held_loaders_in([('', source)]).values() if not isinstance(dl, Resumable)]
+    roots = [] if isinstance(source, DataLoader) else [('', source)]
+    found = found_from(roots + [pair for dl in plain for pair in _beside_rows(dl)])
+    if not found: return {}
+    others = {id(x) for x in [*_generators_of(source), *data_generators(source).values()]}
+    return {path: x for path,x in found.items() if id(x) not in others and drawn_from(x) is not None}
+
+def _beside_rows(dl):
+    "What a `DataLoader` holds, its samplers among it, and its class"
+    return [*((name, x) for name,x in vars(dl).items() if name not in PARTS), ('', type(dl))]
 
 def _read_by(source):
     "Loaders that know their places, in one of a user's class"
@@ -271,8 +292,10 @@ def _note(self:ReplayLoader, is_over, is_first, taken):
 _end = object()
 
 @patch
-def _read(self:ReplayLoader, batches, source, epoch, i):
+def _read(self:ReplayLoader, batches, source, epoch, i, lent=()):
     "The next batch, or `_end`"
+    if lent:
+        with generators_seeded(lent, self.seed, epoch, i): return self._read(batches, source, epoch, i)
     if getattr(source, 'num_workers', 0): return next(batches, _end)
     with seeded_with(self.seed, epoch, i): return next(batches, _end)
 
@@ -297,9 +320,10 @@ def _walk(self:ReplayLoader, epoch, done):
         taken = self._take_up(epoch, done)
         first = done if taken else 0
         if done > first: _warn_of_reading(done, epoch)
-        with seeded_with(self.seed, epoch): batches = iter(source)
+        lent = _lent_to(source)
+        with seeded_with(self.seed, epoch), generators_seeded(lent, self.seed, epoch): batches = iter(source)
         for i in count(first):
-            batch = self._read(batches, source, epoch, i)
+            batch = self._read(batches, source, epoch, i, lent)
             self._note(batch is _end, i == first, taken)
             if batch is _end: break
             if i >= done: yield batch,i+1

@@ -1,5 +1,7 @@
 "A loader of the user's own that reads several loaders, each of which knows its place"
 
+import random
+
 import pytest
 import torch
 from torch import nn, optim
@@ -44,6 +46,18 @@ class Again(Both):
             yield x, u
 
 
+class Shuffled:
+    "Its order comes from a generator of its own"
+
+    def __init__(self):
+        self.rng = random.Random(7)
+
+    def __iter__(self):
+        rows = torch.arange(24.0).view(24, 1) / 24
+        for _ in range(6):
+            yield tuple(rows[self.rng.sample(range(24), 4)] for _ in range(2))
+
+
 class SemiCB(BasicTrainCB):
     def predict(self, trainer):
         trainer.preds = trainer.model(trainer.batch[0])
@@ -79,6 +93,7 @@ MAKE = {
     "cycled": Again,
     "replayed": lambda: ReplayLoader(Both(), seed=3),
     "cycled and replayed": lambda: ReplayLoader(Again(), seed=3),
+    "shuffled and replayed": lambda: ReplayLoader(Shuffled(), seed=3),
 }
 
 

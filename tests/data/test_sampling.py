@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloaders
@@ -917,6 +917,112 @@ def test_any_other_loader_is_replayed_too(mode):
         with pytest.warns(UserWarning, match="Reading 4 batches"):
             assert equal(list(later), epochs[0][4:])
         assert equal(list(later), epochs[1])
+
+
+def drawn_by(rng, n):
+    "A number below `n` from any generator"
+    if isinstance(rng, torch.Generator):
+        return int(torch.randint(n, (), generator=rng))
+    return rng.randrange(n) if isinstance(rng, random.Random) else int(rng.random(1)[0] * n)
+
+
+class Shuffles:
+    "A loader, or a sampler, that moves numbers about while it gives them"
+
+    def __init__(self, rng):
+        self.own = [rng]
+
+    def __iter__(self):
+        left = list(range(24))
+        while left:
+            yield left.pop(drawn_by(self.own[0], len(left)))
+
+    def __len__(self):
+        return 24
+
+
+class ShufflingLoader(DataLoader):
+    "One that keeps a generator beside PyTorch's"
+
+    def __init__(self, rng):
+        super().__init__(list(range(24)), batch_size=None)
+        self.order = Shuffles(rng)
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+class Around:
+    def __init__(self, dl):
+        self.dl = dl
+
+    def __iter__(self):
+        return iter(self.dl)
+
+
+GENERATORS = {
+    "python": lambda: random.Random(7),
+    "numpy": lambda: np.random.default_rng(7),
+    "numpy, of old": lambda: np.random.RandomState(7),
+    "numpy, of old with another source": lambda: np.random.RandomState(np.random.PCG64(7)),
+    "torch": lambda: torch.Generator().manual_seed(7),
+}
+rows_24 = [torch.tensor(i) for i in range(24)]
+DRAWING = {
+    "loader": Shuffles,
+    "kind of loader": ShufflingLoader,
+    "sampler": lambda rng: DataLoader(rows_24, 1, sampler=Shuffles(rng)),
+    "batch sampler": lambda rng: DataLoader(rows_24, batch_sampler=BatchSampler(Shuffles(rng), 1, False)),
+    "sampler within": lambda rng: Around(DataLoader(rows_24, 1, sampler=Shuffles(rng))),
+    "sampler, two workers": lambda rng: DataLoader(rows_24, 1, sampler=Shuffles(rng), num_workers=2),
+    "made": lambda rng: lambda: Shuffles(rng),
+}
+
+
+DRAWN = [(make, rng) for make in DRAWING for rng in GENERATORS if "workers" not in make or rng == "python"]
+
+
+@pytest.mark.parametrize("make, rng", DRAWN)
+def test_what_a_loader_or_its_sampler_draws_from_generators_of_its_own_is_repeated(make, rng):
+    "Whoever else draws from them, or looks at the loader, and nobody else is disturbed"
+    make, rng = DRAWING[make], GENERATORS[rng]
+    mine, other = rng(), rng()
+    loader = ReplayLoader(make(mine), seed=2)
+    epochs = [list(map(int, loader)) for _ in range(2)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == list(range(24))
+    assert drawn_by(mine, 10**6) == drawn_by(other, 10**6)
+    loader.set_epoch(0)
+    again = []
+    for i, row in enumerate(loader):
+        again.append(int(row))
+        drawn_by(mine, 3)
+        if i == 4 and not getattr(loader, "num_workers", 0):
+            next(iter(ReplayLoader(loader.loader or loader.make, seed=5)))
+    assert again == epochs[0]
+    later = ReplayLoader(make(mine), seed=2)
+    later.start_at(6)
+    with pytest.warns(UserWarning, match="Reading 6 batches"):
+        assert list(map(int, later)) == epochs[0][6:]
+
+
+def test_generators_of_the_rows_are_not_lent():
+    "They are named when a run goes on, since workers have copies of them"
+
+    class Rows(list):
+        rng = random.Random(7)
+
+        def __getitem__(self, i):
+            return self.rng.random()
+
+    class Sampler(Shuffles):
+        def __init__(self, rows):
+            self.rows, self.own = rows, [random.Random(1)]
+
+    rows = Rows([0] * 24)
+    loader = ReplayLoader(DataLoader(rows, 4, sampler=Sampler(rows)))
+    state = rows.rng.getstate()
+    list(loader)
+    assert rows.rng.getstate() != state
 
 
 def test_a_stream_that_is_too_short_is_not_taken_for_finished():
