@@ -390,9 +390,11 @@ def _replayed(trainer, batches, start, done):
 
 _READ_AGAIN = ('The training loader does not know its position, so {} batches are read again. '
                'That is exact unless workers persist, a sampler draws from generators of its own, a loader, '
-               'sampler or dataset changes from pass to pass, or a callback keeps back batches that were '
-               'drawn at random; make it with `exact_loader`, or '
-               '`DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and exactly.')
+               'sampler or dataset changes from pass to pass, a callback keeps back batches that were drawn '
+               'at random, or the loader draws while it is read, as a shuffling buffer does, and the model '
+               'or a callback draws from the same source between two batches, as dropout does; make it with '
+               '`exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and '
+               'exactly.')
 _TOO_SHORT = 'The training loader ended before its batch {}, where the run should go on. Is it the same data?'
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #9880437b

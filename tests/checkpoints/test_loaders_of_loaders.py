@@ -108,3 +108,24 @@ def test_a_run_goes_on_exactly(make, every, tmp_path):
         again, rest = run(make, tmp_path / f"{cut}", every=every)
         assert rest == [known[batch[:2]] for batch in rest], cut
         assert again == whole, cut
+
+
+class Buffered:
+    "What is left in its buffer depends on draws from where dropout draws as well"
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        left = list(torch.arange(24.0).view(6, 4, 1) / 24)
+        while left:
+            x = left.pop(int(torch.randint(len(left), ())))
+            yield x, x
+
+
+def test_a_loader_that_draws_where_the_model_does_is_not_read_again_exactly_and_that_is_said(tmp_path):
+    whole, _ = run(Buffered, tmp_path / "whole")
+    run(Buffered, tmp_path / "cut", cut=3)
+    with pytest.warns(UserWarning, match="the loader draws while it is read.*as dropout does"):
+        again, _ = run(Buffered, tmp_path / "cut")
+    assert again != whole
