@@ -26,12 +26,14 @@ from torch.utils.data import (
 )
 
 from isaac_loop.data import in_memory as chapter
+from isaac_loop.data import stacked_rows
 from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloaders
 from isaac_loop.data.dataset_order import in_order
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.data.fingerprint import data_of, differences, unchecked
 from isaac_loop.data.in_memory import MemoryLoader, NotInMemory, plain_loader
 from isaac_loop.data.shared_loaders import exact_instead, rows_given, share_exact
+from isaac_loop.data.stacked_rows import named_parts, same_bits
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.random_numbers import random_state
@@ -58,7 +60,7 @@ def hub_rows(n=22):
 
 
 def leaves(batch):
-    return [leaf for _, leaf in chapter._parts(batch, None)]
+    return [leaf for _, leaf in named_parts(batch)]
 
 
 def same(a, b):
@@ -158,7 +160,7 @@ def test_numbers_of_every_kind_keep_their_bits():
     rows = list(zip(*columns))
     a, b = (next(iter(exact_loader(rows, 4, in_memory=o))) for o in (False, True))
     for x, y in zip(a, b, strict=True):
-        assert chapter._same(x, y)
+        assert same_bits(x, y)
 
 
 def test_every_row_is_read_a_few_times_and_never_again():
@@ -499,7 +501,7 @@ def test_rows_that_seed_themselves_are_not_random():
 
 
 def test_too_large_data_are_refused_with_what_there_is(monkeypatch):
-    monkeypatch.setattr(chapter, "_free_memory", lambda: 500)
+    monkeypatch.setattr(stacked_rows, "_free_memory", lambda: 500)
     with pytest.raises(NotInMemory, match="22 rows cannot be kept .* are free"):
         exact_loader(Rows(), 4, in_memory=True)
 
