@@ -17,7 +17,7 @@ import torch
 from fastcore.basics import patch
 
 from ..data.fingerprint import _alike, _exact, _leaves
-from ..data.generators import drawn_from
+from ..data.random_generators import drawn_from
 from ..data.exact_loaders import ExactLoader
 from ..data.replay_loaders import ReplayLoader
 from ..data.resumable_loaders import _Pass, goes_own_way, Resumable

@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ..basics.checks import warn
-from .generators import data_generators, generators_kept
+from .generators import data_generators
+from .random_generators import generators_kept
 from .sampling import seeded_with
 
 # %% ../../nbs/data/60_fingerprint.ipynb #c612fc3f

@@ -13,9 +13,10 @@ from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from torch import nn
 
 from ..basics.tensors import OF_MODULES
-from .generators import ENTRIES, HELD, KNOWN, are_ends, entries_of, found_from, is_end
-from .generators import is_filled, is_told_by_attributes, names_in, namespaces_of
-from .generators import package_of, roots_in, ways_from
+from .generators import found_from, roots_in
+from .ways import ENTRIES, HELD, KNOWN, are_ends, entries_of, is_end
+from .ways import is_filled, is_told_by_attributes, names_in, namespaces_of
+from .ways import package_of, ways_from
 
 # %% ../../nbs/data/56_generator_search.ipynb #9364cf3e
 def _held_by(x):

@@ -6,285 +6,31 @@
 __all__ = []
 
 # %% ../../nbs/data/55_generators.ipynb #e6f4be92
-import dis, random, sys
+import random, sys
 from collections import deque
-from contextlib import contextmanager
-from functools import lru_cache, partial
 from itertools import chain
-from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset
 
-from ..basics.tensors import OF_MODULES
+from .random_generators import are_generators
 from .resumable_loaders import Resumable
-from .sampling import hashed
+from .ways import CODE, HELD, LIBRARIES, MANY, is_end, package_of, ways_from
 from ..loop.fitting import private_state
-from ..loop.trainer import Trainer
-
-# %% ../../nbs/data/55_generators.ipynb #7bdb7a17
-_KINDS = torch.Generator,random.Random
-_OF_NUMPY = 'Generator','RandomState','BitGenerator'
-
-def is_generator(
-    x, # Any object
-)->bool: # False for `random.SystemRandom`, which has no state
-    "Whether `x` gives random numbers that follow from a state"
-    return _are_generators(type(x))
-
-@lru_cache(maxsize=4096)
-def _are_generators(kind):
-    "The answer for all objects of a class: many are asked for each evaluation"
-    if issubclass(kind, _KINDS): return not issubclass(kind, random.SystemRandom)
-    if not any(str(c.__module__).startswith('numpy.random') for c in kind.__mro__): return False
-    np = sys.modules['numpy'].random
-    return issubclass(kind, tuple(getattr(np, o) for o in _OF_NUMPY))
-
-# %% ../../nbs/data/55_generators.ipynb #d697b146
-def drawn_from(
-    x, # Any object
-): # None for what is no generator, or tells no state
-    "The state of a generator of random numbers"
-    if not is_generator(x): return None
-    if isinstance(x, torch.Generator): return x.get_state()
-    if not isinstance(x, random.Random): return _of_numpys(x)
-    try: return x.getstate()
-    except NotImplementedError: return None # As that of the operating system, which others imitate
-
-def _of_numpys(x):
-    "A `RandomState` warns if it is asked for the tuple of old where another source is in it"
-    if not hasattr(x, 'get_state'): return getattr(x, 'bit_generator', x).state
-    state = x.get_state(legacy=False)
-    return x.get_state() if state['bit_generator'] == 'MT19937' else state
-
-def set_drawn(
-    x, # A generator
-    state, # What `drawn_from` gave for one of its kind
-):
-    "Put a generator where another one of its kind was"
-    if isinstance(x, random.Random): x.setstate(state)
-    elif hasattr(x, 'set_state'): x.set_state(state)
-    else: getattr(x, 'bit_generator', x).state = state
-
-def begin_anew(
-    x, # A generator
-    seed:int, # From 0 to 2**64 - 1
-):
-    "Let a generator begin from a number"
-    if isinstance(x, torch.Generator): x.manual_seed(seed)
-    elif isinstance(x, random.Random): x.seed(seed)
-    elif hasattr(x, 'set_state'): _begin_of_old(x, seed)
-    else:
-        bits = getattr(x, 'bit_generator', x)
-        bits.state = type(bits)(seed).state
-
-def _begin_of_old(x, seed):
-    "The same for a `RandomState`, of which only the usual kind takes a number"
-    kind = type(x._bit_generator)
-    if kind.__name__ == 'MT19937': x.seed(seed % 2**32)
-    else: x.set_state(type(x)(kind(seed)).get_state(legacy=False))
-
-@contextmanager
-def generators_kept(
-    generators, # Several
-):
-    "Have the generators stand in the end where they stand now"
-    states = [(x, drawn_from(x)) for x in generators]
-    states = [(x, state) for x,state in states if state is not None]
-    try: yield
-    finally:
-        for x,state in states: set_drawn(x, state)
-
-@contextmanager
-def generators_seeded(
-    generators:dict, # By path; their state can be told
-    *key, # The same gives the same numbers
-):
-    "Have the generators begin anew inside the block, and go on undisturbed after it"
-    with generators_kept(generators.values()):
-        for path,x in generators.items(): begin_anew(x, hashed(*key, path)[0])
-        yield
-
-# %% ../../nbs/data/55_generators.ipynb #20e1df82
-_LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtins', 'multiprocessing',
-              'threading', '_thread', 'logging', 'io', 'isaac_loop'}
-_ENDS = str,bytes,int,float,complex,type(None),torch.Tensor,Trainer
-HELD = list,tuple,dict,set,frozenset,deque
-_CODE = type,FunctionType,MethodType,BuiltinMethodType
-_GO_ON = *HELD,*_CODE,DataLoader,Resumable,Dataset,Sampler,nn.Module # Of whichever library
-
-@lru_cache(maxsize=4096)
-def is_end(
-    kind:type, # Any class
-)->bool:
-    "Whether objects of a class lead nowhere"
-    if issubclass(kind, _ENDS): return True
-    if package_of(kind) not in _LIBRARIES or _is_hugging_face(kind): return False
-    return not (issubclass(kind, _GO_ON) or _are_generators(kind))
-
-KNOWN = _LIBRARIES | sys.stdlib_module_names # Nothing in their code draws from a generator of a user
-
-def package_of(
-    x, # A class or a function
-)->str:
-    "The package in which it was written: `wraps` gives a function the `__module__` of another one"
-    written = x.__globals__.get('__name__') if isinstance(x, FunctionType) else x.__module__
-    return str(written).partition('.')[0]
-
-def _is_hugging_face(kind): return kind.__module__ in ('datasets.arrow_dataset', 'datasets.iterable_dataset')
-
-# %% ../../nbs/data/55_generators.ipynb #5a48e2ab
-ENTRIES,_MANY = 100,1000
-
-def entries_of(
-    x, # A container
-)->list: # None of one with many entries, unless they are generators
-    "Pairs of how it is reached and what it is, of what may lead on"
-    kind = next(o for o in HELD if isinstance(x, o))
-    n = kind.__len__(x)
-    if not 0 < n <= _MANY: return []
-    values = list(dict.values(x) if kind is dict else kind.__iter__(x))
-    if n > ENTRIES and not is_generator(values[0]): return []
-    if are_ends(values): return []
-    keys = map(_as_key, dict.keys(x)) if kind is dict else range(n)
-    return [(f'[{k}]', o) for k,o in zip(keys, values)]
-
-def _as_key(k): return repr(k) if type(k) in (str, int, float, bool, type(None)) else type(k).__name__
-
-def are_ends(
-    values, # Several
-)->bool:
-    "Whether none of these objects leads anywhere"
-    return all(map(is_end, set(map(type, values))))
-
-# %% ../../nbs/data/55_generators.ipynb #41af6ddb
-_MAKING = {'__init__', '__new__', '__post_init__', '__init_subclass__', '__annotations__', '__dict__'}
-
-@lru_cache(maxsize=4096)
-def namespaces_of(
-    kind:type, # Any class
-)->tuple: # A list of each
-    "The namespaces of a class and its bases that a user has written, and the slots of its objects"
-    own = [vars(c) for c in kind.__mro__ if package_of(c) not in KNOWN]
-    return own,[part for held in own for part in held.values() if isinstance(part, MemberDescriptorType)]
-
-def _parts_of_class(kind):
-    "Its attributes and methods as they are now"
-    pairs = [pair for own in namespaces_of(kind)[0] for pair in list(own.items())]
-    held = [(f'.{k}', _undressed(o)) for k,o in pairs if k not in _MAKING]
-    return [(how, o) for how,o in held if not is_end(type(o))]
-
-def _undressed(x):
-    "The function in a property, a class method or a static one"
-    if isinstance(x, (staticmethod, classmethod)): return x.__func__
-    return x.fget if isinstance(x, property) else x
-
-# %% ../../nbs/data/55_generators.ipynb #b76a834c
-def _attributes(x):
-    "Pairs of how it is reached and what it is, of what may lead on"
-    try: own = object.__getattribute__(x, '__dict__')
-    except Exception: own = {} # There is none, or a property in its place fails
-    if not isinstance(own, dict) or len(own) > _MANY: own = {}
-    is_module = issubclass(type(x), nn.Module)
-    without = OF_MODULES if is_module else ()
-    held = [(f'.{k}', o) for k,o in list(own.items()) if k not in without and not is_end(type(o))]
-    spaces,slots = namespaces_of(type(x))
-    of_class = [('', type(x))] if spaces else []
-    return [*held, *(_of_module(own) if is_module else ()), *_of_slots(x, slots), *of_class]
-
-def _of_module(own):
-    parts = [(f'.{k}', o) for k,o in (own.get('_modules') or {}).items() if o is not None]
-    hooks = [(k, own[k].values()) for k in ('_forward_hooks', '_forward_pre_hooks') if own.get(k)]
-    return parts + [(f'.{k}[{i}]', hook) for k,some in hooks for i,hook in enumerate(some)]
-
-def _of_slots(x, slots):
-    found = []
-    for slot in slots:
-        try: found.append((f'.{slot.__name__}', slot.__get__(x)))
-        except AttributeError: pass # Not set
-    return found
-
-# %% ../../nbs/data/55_generators.ipynb #b4c70fc4
-def _of_function(f):
-    "What the surrounding names, default values, attributes, and names of the module hold for a function"
-    if package_of(f) in KNOWN: return []
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    found = [(f'.{name}', cell.cell_contents) for name,cell in cells if is_filled(cell)]
-    values = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
-    found += [(f'({i})', o) for i,o in enumerate(values)] + [(f'.{k}', o) for k,o in vars(f).items()]
-    return [(how, o) for how,o in [*found, *_of_script(f)] if not is_end(type(o))]
-
-def is_filled(
-    cell, # Of a function
-)->bool:
-    "Whether the name that a cell stands for has a value by now"
-    try: return cell.cell_contents is not None
-    except ValueError: return False
-
-def _of_script(f):
-    names,further = names_in(f.__code__)
-    held = [(name, f.__globals__[name]) for name in names if name in f.__globals__]
-    modules = [(name, vars(o)) for name,o in held if isinstance(o, ModuleType)]
-    modules = [(name, own) for name,own in modules if own['__name__'].partition('.')[0] not in KNOWN]
-    deeper = [(f'.{name}.{k}', own[k]) for name,own in modules for k in further if k in own]
-    return [(f'.{name}', o) for name,o in held] + deeper
-
-@lru_cache(maxsize=4096)
-def names_in(
-    code, # Of a function
-)->tuple: # Two tuples
-    "Names of the module, and names of attributes, that code reads, also that of functions in it"
-    read = {o.argval for o in dis.get_instructions(code) if o.opname in ('LOAD_GLOBAL', 'LOAD_NAME')}
-    inner = [names_in(o) for o in code.co_consts if isinstance(o, type(code))]
-    both = [read, set(code.co_names) - read]
-    for names in inner: both = [mine.union(of_it) for mine,of_it in zip(both, names)]
-    return tuple(tuple(sorted(names)) for names in both)
-
-# %% ../../nbs/data/55_generators.ipynb #454b5979
-def ways_from(
-    x, # Any object
-)->list: # Pairs of text and object
-    "What `x` leads to, and how"
-    return _parts_of(type(x))(x)
-
-@lru_cache(maxsize=4096)
-def _parts_of(kind):
-    "What tells the parts of objects of a class"
-    if kind in HELD: return entries_of
-    if issubclass(kind, type): return _parts_of_class
-    if kind is FunctionType: return _of_function
-    if kind in (MethodType, BuiltinMethodType): return lambda x: [('', o) for o in _of_method(x)]
-    if issubclass(kind, partial): return _of_partial
-    if issubclass(kind, DataLoader): return _of_data_loader
-    if kind.__module__ == 'datasets.arrow_dataset': return _of_arrow
-    if issubclass(kind, HELD): return lambda x: entries_of(x) + _attributes(x)
-    if issubclass(kind, Subset): return lambda x: [('', x.dataset)] + _attributes(x)
-    return _attributes
-
-def is_told_by_attributes(
-    kind:type, # Any class
-)->bool:
-    "Whether objects of a class lead on by their `__dict__` alone"
-    return _parts_of(kind) is _attributes and not namespaces_of(kind)[1]
-
-def _of_method(x): return x.__self__,getattr(x, '__func__', None)
-def _of_partial(x): return [('.func', x.func), ('.args', x.args), ('.keywords', x.keywords)]
-def _of_data_loader(x): return [(f'.{part}', getattr(x, part)) for part in ('dataset', 'collate_fn')]
-def _of_arrow(x): return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]
 
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
 def _reached(roots, is_wanted, ends=(), read=None, met=None):
     "What is wanted, from pairs of path and object, each time; `met` gets what lies on the way"
     near,far = deque(roots),deque()
     n,seen,read = 0,{},{} if read is None else read
-    while (near or far) and n < _MANY:
+    while (near or far) and n < MANY:
         path,x = (near or far).popleft()
         kind = type(x)
         try:
             if is_wanted(kind): yield path.lstrip('.'),x
             elif not (id(x) in seen or id(x) in read or is_end(kind) or issubclass(kind, ends)):
-                (read if issubclass(kind, _CODE) else seen)[id(x)] = x # Held, so that its `id` stays its own
+                (read if issubclass(kind, CODE) else seen)[id(x)] = x # Held, so that its `id` stays its own
                 n += not issubclass(kind, _STRUCTURE)
                 if met is not None: met.append(x)
                 (far if issubclass(kind, HELD) else near).extend([(path+how, o) for how,o in ways_from(x)])
@@ -297,12 +43,12 @@ def found_from(
 )->dict: # Generators by path
     "The generators to which objects lead, each once, but for the usual ones"
     found,seen = {},set(map(id, _usual()))
-    for path,x in _reached(roots, _are_generators, read=read, met=met):
+    for path,x in _reached(roots, are_generators, read=read, met=met):
         if id(x) not in seen: found[_new_name(path, found)] = x
         seen.add(id(x))
     return found
 
-_STRUCTURE = nn.Module,*_CODE
+_STRUCTURE = nn.Module,*CODE
 
 def _usual():
     "The generators that belong to Python, PyTorch and NumPy"
@@ -330,7 +76,7 @@ def _roots_of(dl, parts=PARTS):
 
 def _own_class_of(dl):
     "A loader of a user's own class, which may draw from what its attributes and methods lead to"
-    return [] if package_of(type(dl)) in _LIBRARIES else [('', dl), ('', type(dl))]
+    return [] if package_of(type(dl)) in LIBRARIES else [('', dl), ('', type(dl))]
 
 def _part_of(dl, name):
     try: return getattr(dl, name, None)

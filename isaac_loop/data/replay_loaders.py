@@ -14,12 +14,13 @@ from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ..basics.checks import warn
-from .generators import HELD, PARTS, data_generators, drawn_from, found_from
-from .generators import generators_seeded, held_loaders_in
+from .generators import PARTS, data_generators, found_from, held_loaders_in
+from .random_generators import drawn_from, generators_seeded
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
 from .resumable_loaders import explained
 from .stream_places import known_of_stream, remembers_nothing
 from .sampling import WorkerStart, hashed, seed_with, seeded_with, whole_number
+from .ways import HELD
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #763d096e
 class _SeededStream(IterableDataset):

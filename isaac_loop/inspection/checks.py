@@ -14,7 +14,8 @@ from .run_rules.all_run_rules import RUN_RULES, found_by_running, looked
 from .seen_run.seen_batches import seen_run
 from .source_rules.all_source_rules import RULES
 from .source_rules.check_rules import Scene
-from ..data.generators import generators_kept, own_generators
+from ..data.generators import own_generators
+from ..data.random_generators import generators_kept
 from ..loop.plan_checks import is_silent, names_in
 from ..loop.trainer import Trainer
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..loop.history import History
 from ..loop.trainer import Trainer
-from ..data.generators import drawn_from
+from ..data.random_generators import drawn_from
 
 # %% ../../nbs/inspection/04_seen_objects.ipynb #1ef1de14
 class Seen:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..basics.tensors import OF_MODULES
-from ..data.generators import drawn_from
+from ..data.random_generators import drawn_from
 from .mementos import slots_of
 
 # %% ../../nbs/state/30_change_marks.ipynb #9e581eea

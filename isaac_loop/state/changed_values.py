@@ -17,7 +17,7 @@ from torch import nn, optim
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .errors import UnsaveableState
-from ..data.generators import drawn_from, set_drawn
+from ..data.random_generators import drawn_from, set_drawn
 from .change_marks import CONTAINERS, HELD, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, part_of
 from .plain_state import plain

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from ..basics.checks import warn
 from ..basics.tensors import OF_MODULES
-from ..data.generators import is_generator
+from ..data.random_generators import is_generator
 from ..data.resumable_loaders import Resumable
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE

@@ -20,7 +20,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..loop.ranks import Ranks
 from ..data.resumable_loaders import Resumable
-from ..data.generators import data_generators, drawn_from
+from ..data.generators import data_generators
+from ..data.random_generators import drawn_from
 
 # %% ../../nbs/state/18_mementos.ipynb #d5e2c4d8
 def _nothing(): pass

@@ -18,7 +18,8 @@ from ..basics.tensors import OF_MODULES
 from ..loop.events import callback_name
 from .changed_values import tells_state
 from .change_marks import CONTAINERS, SIMPLE, as_names, attributes_of, is_installed
-from ..data.generators import data_generators, held_generators, is_generator, owners_in
+from ..data.generators import data_generators, held_generators, owners_in
+from ..data.random_generators import is_generator
 from .run_parts import bare, parts_of
 
 # %% ../../nbs/state/37_owners.ipynb #71f25df3

@@ -15,7 +15,7 @@ from ..leftovers import belongings, changes
 from ..observed_run import Touch, Watcher, at_borders, calls_of, line_in_words, watch_fits
 from ..run_results import outcome, told, unlike
 from ..waits import finding_waits, tensors_in
-from ...data.generators import is_generator
+from ...data.random_generators import is_generator
 from ...loop.events import Order, callback_name
 from ...loop.handlers import order_of
 from ...metrics.metrics import MetricsCB, metrics_cbs, weigh_of

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..source_rules.own_sources import is_own
 from ..waits import tensors_in
-from ...data.generators import drawn_from
+from ...data.random_generators import drawn_from
 from ...state.change_marks import attributes_of
 from ...state.random_numbers import undrawn
 from ...state.snapshot import Snapshot
