@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 import runs
 from isaac_loop import Trainer, with_cbs
+from isaac_loop.basics.tensors import map_tensors
 from isaac_loop.callbacks import BasicTrainCB, ClipGradCB, MetricsCB, RewindCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection.map_entries import KINDS, all_entries, loops_entry
@@ -336,19 +337,41 @@ def test_a_map_runs_nothing():
     unchanged(trainer, before)
 
 
+def effects_of(*callbacks):
+    "What the map shows of callbacks, by event, and what it could not follow"
+    shown = {o.event: o.found for o in images_trainer([BasicTrainCB(), *callbacks]).map().entries}
+    kinds = *KINDS, "does", "runs", "raises"
+    told = {event: [set(getattr(found, kind)) for kind in kinds] for event, found in shown.items()}
+    return told, {event: set(found.unclear) for event, found in shown.items()}
+
+
 def test_what_only_looks_shows_the_same_if_it_is_followed(monkeypatch):
-    "Two chapters are passed over, since they change nothing, and to follow them would take long"
-
-    def effects():
-        shown = {o.event: o.found for o in images_trainer([BasicTrainCB(), RewindCB(2)]).map().entries}
-        kinds = *KINDS, "does", "runs", "raises"
-        told = {event: [set(getattr(found, kind)) for kind in kinds] for event, found in shown.items()}
-        return told, {event: set(found.unclear) for event, found in shown.items()}
-
+    "Three chapters are passed over, since they change nothing, and to follow them would take long"
+    effects = lambda: effects_of(MetricsCB(same=lambda preds, targets: (preds == targets).sum()), RewindCB(2))
     found = effects()
     assert reading.LOOKING
     monkeypatch.setattr(reading, "LOOKING", set())
     assert effects() == found
+
+
+class HalvesCB:
+    "Does something with each tensor of a batch, by a function with and without a name"
+
+    def before_batch(self, trainer):
+        trainer.batch = map_tensors(self.half, trainer.batch)
+        map_tensors(lambda o: o.add_(1), trainer.batch)
+
+    def half(self, o):
+        self.seen = o.shape
+        return o / 2
+
+
+def test_a_function_for_each_tensor_is_known_to_be_called_for_a_part_of_what_it_is_given(monkeypatch):
+    "That which calls it is not followed: it calls itself for each kind of container"
+    known = effects_of(HalvesCB())
+    assert all("batch" in told for told in known[0]["before_batch"][: len(KINDS)])
+    monkeypatch.setattr(reading, "map_tensors", None)
+    assert effects_of(HalvesCB()) == known
 
 
 def test_what_is_built_into_python_is_not_followed():

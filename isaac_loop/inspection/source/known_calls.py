@@ -42,7 +42,7 @@ FILLING = {'append', 'extend', 'add', 'update', 'insert', 'setdefault', 'appendl
 ANEW = {'plain', 'deepcopy'}
 COPIES = {'list', 'tuple', 'dict', 'set', 'zip', 'enumerate', 'reversed', 'sorted', 'filter', 'map', 'islice',
           'fromkeys'}
-LOOKING = {'isaac_loop.data.fingerprint', 'isaac_loop.checkpoints.standing'}
+LOOKING = {'isaac_loop.data.fingerprint', 'isaac_loop.checkpoints.standing', 'isaac_loop.state.change_marks'}
 FACTS = {'shape', 'dtype', 'device', 'ndim', 'is_leaf', 'requires_grad', 'is_sparse', 'training', '__name__',
          '__class__', 'name', 'is_cuda', 'layout'}
 

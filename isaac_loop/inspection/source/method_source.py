@@ -37,7 +37,9 @@ def function_node(
     code = getattr(f, '__code__', None)
     if code is None: return None
     path = code.co_filename
-    try: there = _whole_file(path, len(linecache.getlines(path))).get(code.co_firstlineno, ())
+    lines = linecache.getlines(path)
+    if path == '<string>' and not lines: return None # As a dataclass makes its methods; a search takes long
+    try: there = _whole_file(path, len(lines)).get(code.co_firstlineno, ())
     except SyntaxError: there = () # A cell with magics
     found = [node for node in there if _is_like(node, code)]
     if found: return found[0]
@@ -66,8 +68,10 @@ def _package(f):
     name = f.__globals__.get('__name__') if hasattr(f, '__wrapped__') else f.__module__
     return (name or '').partition('.')[0]
 
-def _in_library(f):
-    path = f.__code__.co_filename
+def _in_library(f): return _is_of_library(f.__code__.co_filename)
+
+@functools.lru_cache(4096)
+def _is_of_library(path):
     return path.startswith('<frozen ') or os.path.realpath(path).startswith(_libraries())
 
 def without_wrappers(

@@ -19,6 +19,7 @@ from .read_calls import Called, NewObjects, unpacked
 from .read_statements import either, part_of
 from .read_values import Choice, Closure, Found, NOTHING, Parent, UNKNOWN
 from .read_values import VARS, Value, joined, looked_up, method_for
+from ...basics.tensors import map_tensors
 from ...loop.ranks import Ranks, here
 from ...loop.shared_attributes import OFFERS
 
@@ -97,6 +98,7 @@ class Calls(NewObjects):
         if isinstance(live, Choice):
             return either([self.apply(call.of(Value(call.f.paths, o))) for o in live])
         if isinstance(live, Closure): return self.enter(live, call.args, call.named)
+        if live is map_tensors and len(call.args) > 1: return self._mapped(call)
         if call.owner.live is None or live is not UNKNOWN and not callable(live): return NOTHING # Not done
         if call.name in ANEW: return NOTHING # It shares nothing
         if isinstance(live, MethodType) and to_follow(live.__func__, self.home): return self._bound(call)
@@ -108,6 +110,13 @@ class Calls(NewObjects):
         is_offered = call.name in OFFERS and live is UNKNOWN
         if is_offered and not any(map(is_optimizer, call.owner.paths)): return self._offered(call)
         return self.known(call)
+
+    def _mapped(self, call):
+        "`map_tensors`, known since it calls itself: its function is called with each tensor"
+        f,x = call.args[:2]
+        name = getattr(f.live, '__name__', call.name)
+        made = self.apply(unpacked(Called(name, f, NOTHING, [x | part_of(x)], {}, call.node)))
+        return made | x
 
     def _bound(self, call):
         "A method of an object that is known"
