@@ -186,7 +186,8 @@ def state_dict(self:ReplayLoader)->dict: # Plain numbers
 @patch
 def _identity(self:ReplayLoader):
     "What the batches depend on"
-    return dict(seed=self.seed, batch_size=getattr(self.loader, 'batch_size', None))
+    found = dict(seed=self.seed, batch_size=getattr(self.loader, 'batch_size', None))
+    return found | dict(num_workers=self.loader.num_workers) if _is_stream(self.loader) else found
 
 @patch
 def load_state_dict(self:ReplayLoader,

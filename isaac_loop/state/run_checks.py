@@ -148,7 +148,7 @@ def _orders(trainer, state):
     if loader is None: was,now,names = _saved_data(state, 'train'),data_of(trainer).get('train', {}),_BATCHES
     else:
         was,now = state['loaders'].get('train') or {},loader.state_dict()
-        names = ('seed', 'n', 'shuffle') if 'samples' in was else ('seed', 'batch_size')
+        names = ('seed', 'n', 'shuffle') if 'samples' in was else ('seed', 'batch_size', 'num_workers')
         if getattr(loader, 'drawn', False): names = names[1:]
     for line in _changed(was, now, names): yield f'`dls.train`: {line}; {_HALF_AN_EPOCH}'
 

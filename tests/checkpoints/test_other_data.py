@@ -266,6 +266,10 @@ def test_other_rows_for_validation_are_refused(tmp_path):
     fit(make_run(points(16)), 2)
 
 
+def stream_of_points(num_workers):
+    return exact_loader(Stream(points()), 8, num_workers=num_workers)
+
+
 def test_another_order_in_the_middle_of_an_epoch_is_refused_even_if_it_need_not_be_strict(tmp_path):
     "The weights are still those of the script"
 
@@ -279,6 +283,7 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused_even_if_it_need_not_
     for first, then, words in [
         (exact_loader(points(), 8, seed=1), exact_loader(points(), 8, seed=2), "`seed` was 1, and is 2"),
         (batches_of(points()), batches_of(points(), batch_size=9), "`batch_size` was 8"),
+        (stream_of_points(0), stream_of_points(2), "`num_workers` was 0, and is 2"),
     ]:
         with pytest.raises(Cut):
             fit(make_run(first), 1, valid=False, callbacks=CutCB("before_batch", lambda t: t.n_updates == 3))

@@ -788,7 +788,8 @@ def test_a_stream_goes_on_by_replay(make, mode, place):
         state = loader.state_dict()
         if i == 2:
             break
-    assert state == dict(epoch=e, batches=3, seed=9, batch_size=4)
+    workers = MODES[mode].get("num_workers", 0)
+    assert state == dict(epoch=e, batches=3, seed=9, batch_size=4, num_workers=workers)
     later = make_loader()
     later.load_state_dict(state)
     assert later.state_dict() == state and loader.state_dict() == state | dict(epoch=e + 1, batches=0)
@@ -797,6 +798,30 @@ def test_a_stream_goes_on_by_replay(make, mode, place):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert equal(list(later), epochs[e + 1])
+
+
+@pytest.mark.parametrize("was, now", [(0, 2), (2, 0), (1, 2)])
+def test_a_stream_goes_on_with_other_workers_only_at_the_beginning_of_an_epoch(was, now):
+    "They share its rows among them, so within one some would be left out and others come twice"
+    loader, other = (exact_loader(Stream(), 4, num_workers=n) for n in (was, now))
+    loader.start_at(3)
+    state = loader.state_dict()
+    with pytest.raises(ValueError, match=f"`num_workers={was}`, but the loader has `num_workers={now}`"):
+        other.load_state_dict(state)
+    loader.set_epoch(1)
+    with pytest.warns(UserWarning, match="the epochs to come"):
+        other.load_state_dict(loader.state_dict())
+    assert (other.epoch, other.batches) == (1, 0)
+    del state["num_workers"]  # As earlier versions have saved it
+    other.load_state_dict(state)
+    assert (other.epoch, other.batches) == (0, 3)
+
+
+def test_rows_with_numbers_are_the_same_for_any_number_of_workers_so_it_is_not_asked_for():
+    loader, other = (ReplayLoader(DataLoader(range(8), 4, num_workers=n)) for n in (0, 2))
+    loader.start_at(1)
+    other.load_state_dict(loader.state_dict())
+    assert other.batches == 1
 
 
 class Placed(IterableDataset):
