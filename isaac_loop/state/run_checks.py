@@ -13,7 +13,7 @@ from ..basics.checks import warn
 from ..data.fingerprint import data_of, differences, unchecked
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
-from .run_parts import bare, differing, loaders_of, opts_made, parts_of
+from .run_parts import bare, differing, further_names, loaders_of, opts_made, parts_of
 from .run_parts import stateful_callbacks, with_empty
 from .run_state import is_in_pass
 
@@ -78,9 +78,11 @@ def check_is_run(
 def _as_list(lines): return '\n'.join(f'- {line}' for line in lines)
 
 # %% ../../nbs/state/64_run_checks.ipynb #589d9da3
-def _unlike(saved, now, what):
+def _unlike(trainer, saved, kind, what):
     "Other names"
-    if saved.keys() != now.keys(): yield f'{what}: saved were {list(saved)}, now there are {list(now)}'
+    now,further = parts_of(trainer, kind),further_names(trainer, kind)
+    was = [name for name in saved if name not in further]
+    if set(was) != now.keys(): yield f'{what}: saved were {was}, now there are {list(now)}'
 
 # %% ../../nbs/state/64_run_checks.ipynb #6e06bcd2
 _ADDED = (' (groups that come in the course of a run, as by `add_param_group`, must be there when it '
@@ -202,8 +204,8 @@ def check_fits(
 def _wrong(trainer, weights, state):
     "A line for everything that would make the result wrong in any case"
     yield from differing(weights, with_empty(bare(trainer.model), weights), 'the model')
-    yield from _unlike(state['opts'], parts_of(trainer, optim.Optimizer), 'the optimizers')
-    yield from _unlike(state['modules'], parts_of(trainer, nn.Module), 'the modules')
+    yield from _unlike(trainer, state['opts'], optim.Optimizer, 'the optimizers')
+    yield from _unlike(trainer, state['modules'], nn.Module, 'the modules')
     for compare in (_groups, _lengths, _loader_kinds, _orders): yield from compare(trainer, state)
 
 def _check_callbacks(state, now):

@@ -55,13 +55,35 @@ def _check_call(name, method, form, *given):
     except TypeError as error: raise TypeError(_CALL.format(name, form, error)) from None
     except ValueError: pass # Some built-in functions have no signature
 
+# %% ../../nbs/state/56_run_parts.ipynb #e004bba7
+def bare(
+    model, # Any model
+): # The model itself, or the one inside
+    "`model` without what `torch.compile`, `DataParallel` or `DistributedDataParallel` put around it"
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): model = model.module
+        elif '_orig_mod' in getattr(model, '_modules', ()): model = model._orig_mod # Compiled
+        else: return model
+
 # %% ../../nbs/state/56_run_parts.ipynb #b82c6b1d
 def parts_of(
     trainer, # Any
     kind, # A class, such as `optim.Optimizer`
 )->dict: # By the name of the attribute
-    "The trainer's attributes of one kind, but for its model"
-    return {name: x for name,x in vars(trainer).items() if isinstance(x, kind) and name != 'model'}
+    "The trainer's attributes of one kind, but for its model; one with several names has the first of them"
+    own,found = vars(trainer),{}
+    model = bare(own.get('model'))
+    for name,x in own.items():
+        if isinstance(x, kind) and bare(x) is not model: found.setdefault(id(x), (name, x))
+    return dict(found.values())
+
+def further_names(
+    trainer, # Any
+    kind, # As for `parts_of`
+)->set: # Names of attributes
+    "Other names of the same parts, and of the model; earlier versions have saved what each of them named"
+    first = parts_of(trainer, kind)
+    return {name for name,x in vars(trainer).items() if isinstance(x, kind) and name not in first}
 
 def all_parameters(trainer):
     "All parameters, in an order that does not change"
@@ -94,16 +116,6 @@ def _leaves_of(path, x, depth=3):
     if not several or len(x) > 100 or not depth: return {}
     deeper = [_leaves_of(f'{path}[{key!r}]', part, depth-1) for key,part in several]
     return {path: leaf for leaves in deeper for path,leaf in leaves.items()}
-
-# %% ../../nbs/state/56_run_parts.ipynb #e004bba7
-def bare(
-    model, # Any model
-): # The model itself, or the one inside
-    "`model` without what `torch.compile`, `DataParallel` or `DistributedDataParallel` put around it"
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)): model = model.module
-        elif '_orig_mod' in getattr(model, '_modules', ()): model = model._orig_mod # Compiled
-        else: return model
 
 # %% ../../nbs/state/56_run_parts.ipynb #d204f91e
 def _shape(x): return 'any' if torch.nn.parameter.is_lazy(x) else tuple(getattr(x, 'shape', ()))

@@ -735,6 +735,49 @@ def test_an_optimizer_of_the_same_kind_for_the_same_parameters_goes_on_without_a
     assert again.n_updates == 20 and outcome(again) == outcome(whole)
 
 
+class NamesCB:
+    "Gives the optimizer and the model another name in the middle of a fit"
+
+    def before_step(self, trainer):
+        if trainer.n_updates == 5:
+            trainer.opt2, trainer.net = trainer.opt, trainer.model
+
+
+def test_what_gets_another_name_in_the_run_is_still_the_same_part(tmp_path):
+    "The script has not given it yet when it begins anew"
+    whole = make([NamesCB])
+    whole.fit(4, lr=0.01, valid=False)
+    with pytest.raises(RuntimeError, match="power cut"):
+        make([NamesCB], tmp_path, 9).fit(4, lr=0.01, valid=False)
+    again = make([NamesCB], tmp_path)
+    assert told_in(again) == []
+    assert again.n_updates == 20 and outcome(again) == outcome(whole)
+
+
+def test_names_that_an_earlier_version_has_saved_for_one_part_are_taken_for_one():
+    from isaac_loop.state.run_checks import check_fits
+    from isaac_loop.state.run_state import put_state, take_state
+
+    trainer = make([])
+    trainer.critic, trainer.opt_func = nn.Linear(1, 1), of_all
+    trainer.fit(1, lr=0.01, valid=False)
+    weights, state = take_state(trainer, 1)
+    assert list(state["opts"]) == ["opt"]
+    for names, part, copies in [
+        ("opts", "opt", ["opt2"]),
+        ("opt_classes", "opt", ["opt2"]),
+        ("opts_made", "opt", ["opt2"]),
+        ("modules", "critic", ["teacher"]),
+    ]:
+        state[names] |= {name: state[names][part] for name in copies}
+    state["modules"]["net"] = dict(weights)
+    with pytest.raises(ResumeMismatch, match="opt2"):  # Perhaps it was another one
+        check_fits(trainer, weights, state)
+    trainer.opt2, trainer.teacher, trainer.net = trainer.opt, trainer.critic, trainer.model
+    check_fits(trainer, weights, state)
+    put_state(trainer, weights, state)
+
+
 @pytest.mark.parametrize("cut", [3, 7, 14])
 def test_another_optimizer_in_a_second_fit_goes_on_exactly(tmp_path, cut):
     def two_fits(folder, cut=None):
