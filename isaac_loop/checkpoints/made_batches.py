@@ -9,8 +9,9 @@ __all__ = []
 import torch
 
 from ..basics.checks import warn
-from .standing import kept_in, Standing, stands_alike
+from .standing import _of_drawn, kept_in, Standing, stands_alike
 from ..data.fingerprint import _alike, _leaves
+from ..data.generators import data_generators, drawn_from
 from ..loop.events import callback_name
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import plain_random_state, set_plain_random_state
@@ -141,6 +142,12 @@ def place_in_pass(
     where = dict(drawn=drawn_in(trainer), in_step=in_step, told=standing.told, sure=sure)
     return where | dict(kept=kept_in(trainer.dl))
 
+def own_numbers(
+    dl, # A loader
+)->dict: # By path, in a short text each
+    "Where generators stand that rows draw from beside the usual sources"
+    return {path: _of_drawn(drawn_from(x)) for path,x in data_generators(dl).items()}
+
 def drawn_in(
     trainer, # In a pass
 )->int: # Also those before the place from which a loader that knows it has gone on
@@ -179,10 +186,16 @@ _BY_LOADER = ('{} in the saved run, so the run would go on with other batches: {
               'drawn while the model draws as well. Let `state_dict` and `load_state_dict` of the loader '
               'keep it, under a key of its own, or make it anew in each pass. With `strict=False` it goes '
               'on as another run.')
-_PERHAPS = ('Batch {} of epoch {} came out otherwise when it was read again, since {} made it of random '
-            'numbers or of weights that are others by now. The next ones come from the same batches of the '
-            'loader, but it cannot be seen whether something is kept for them that is another too; keep '
-            'it in an attribute of the callback, and the run goes on exactly.')
+_BY_ROWS = ('{} in the saved run, so the run would go on with other batches: {} stands between the loader '
+            'and the loop, so the pass was read again from its beginning; but its rows draw from {}, of '
+            'which the run keeps how it stood when it was saved, and not how it stood at that beginning. '
+            'Let the rows draw from the usual sources, such as `torch.rand`. This run can go on from a '
+            'checkpoint between two epochs, or with `strict=False` as another run.')
+_ITS_ROWS = 'its rows draw from {}, which stands elsewhere by now'
+_MADE = '{} made it of random numbers or of weights that are others by now'
+_PERHAPS = ('Batch {} of epoch {} came out otherwise when it was read again, since {}. The next ones come '
+            'from the same batches of the loader, but it cannot be seen whether something is kept for them '
+            'that is another too; keep it in an attribute of the callback, and the run goes on exactly.')
 
 def check_made_again(
     trainer, # Has read the pass again
@@ -191,6 +204,7 @@ def check_made_again(
     place:dict, # What `place_in_pass` gives now
     saved:dict, # Of the time when the run was saved: `last`, what `digest_of` gave; `place`; both may lack
     strict:bool=True, # Refuse to go on after another one? Else warn
+    drawn=(), # Paths of generators of their own that the rows drew from when the pass was read again
 ):
     "Refuse to go on with batches that are made otherwise than in the saved run"
     was,n = saved.get('place'),position['batches']-1
@@ -200,11 +214,14 @@ def check_made_again(
     if here is not False and is_same: return warn_of_kept(trainer, others)
     if here and not trainer._source.read_again: return
     names,makers = _names_of_makers(trainer),makers_of(trainer)
+    own = ', '.join(f'`{path}`' for path in drawn)
     perhaps = not others and (was and was['in_step'] and place['in_step'] if here is None else here)
-    if perhaps: return warn(_PERHAPS.format(n, position['epoch'], names))
+    why = _ITS_ROWS.format(own) if own else _MADE.format(names)
+    if perhaps: return warn(_PERHAPS.format(n, position['epoch'], why))
     where = f'atch {n} of epoch {position["epoch"]}'
     what = f'After b{where} come others than' if here is False else f'B{where} is another one than'
     message = (_ANOTHER if makers or not trainer._source.read_again else _BY_LOADER).format(what, names)
+    if own: message = _BY_ROWS.format(what, names, own)
     if strict: raise ResumeMismatch(message)
     warn(message)
 

@@ -18,7 +18,7 @@ from ..basics.settings import show_settings
 from .made_batches import are_wrapped, check_made_again, digest_of, is_made
 from .made_batches import others_kept, warn_of_kept
 from .standing import kept_in
-from .made_batches import drawn_in, parts_of_batch, place_in_pass
+from .made_batches import drawn_in, own_numbers, parts_of_batch, place_in_pass
 from .made_batches import put_before, put_begun, take_before, take_begun
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
@@ -334,11 +334,13 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     if knows_its_place: _begin_anew(trainer, place)
     put_generators(trainer, own)
     put_workers(trainer, workers)
+    stood = own_numbers(trainer.dl)
     with _model_kept(trainer): self._walked,last,self._in_step = _replayed(trainer, batches, start, done)
+    drawn = [path for path,told in own_numbers(trainer.dl).items() if told != stood.get(path)]
     _put_readers(trainer, state)
     innermost,_ = _resuming(trainer)
     place = place_in_pass(trainer, innermost._walked, innermost._in_step)
-    check_made_again(trainer, state['position'], last, place, saved, self._strict)
+    check_made_again(trainer, state['position'], last, place, saved, self._strict, drawn)
     return self._walked
 
 def _put_readers(trainer, state):

@@ -248,6 +248,46 @@ def test_what_cannot_be_seen_is_warned_of_where_another_batch_came_out(wrap, tmp
     assert ["came out otherwise when it was read again" in o for o in told] == [True, True]
 
 
+class Drawn(torch.utils.data.Dataset):
+    "Rows with noise from a generator of their own"
+
+    def __init__(self):
+        self.rng = random.Random(3)
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, i):
+        return DATA[i][0] + self.rng.random(), DATA[i][1]
+
+
+def drawn_rows():
+    return exact_loader(Drawn(), 8, seed=3, in_memory=False)
+
+
+def kept_back(cb, batches):
+    "Hands out each batch two later"
+    held = deque()
+    for batch in batches:
+        held.append(batch)
+        if len(held) > 2:
+            yield held.popleft()
+    yield from held
+
+
+def test_rows_that_draw_from_a_generator_of_their_own_are_named_where_batches_of_them_are_kept_back(tmp_path):
+    "They cannot be read again as they were; it was put down to what makes the batches"
+    with pytest.raises(ResumeMismatch, match="its rows draw from `dataset.rng`") as failed:
+        goes_on(lambda: [WrapCB(kept_back)], tmp_path, [3], exact=drawn_rows)
+    assert "made them in `before_epoch`" not in str(failed.value)
+    assert goes_on(lambda: [WrapCB(kept_back)], tmp_path / "usual", [3]) == []
+
+
+def test_so_they_are_where_nothing_is_kept_back_and_the_run_goes_on_exactly(tmp_path):
+    told = goes_on(lambda: [WrapCB(with_what_cannot_be_seen)], tmp_path, exact=drawn_rows)
+    assert ["since its rows draw from `dataset.rng`" in o for o in told] == [True, True]
+
+
 # ---- other loaders, wherever they are held
 
 
