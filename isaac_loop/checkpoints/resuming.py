@@ -417,7 +417,9 @@ def warn_of_rates(
     changed = []
     for name,options in saved.items():
         here = now.get(name, {})
-        others = {k: v for k,v in options.items() if k in here and here[k] != v}
+        others = {k: v for k,v in options.items() if k in here and _is_another(here[k], v)}
         changed += [f'`{k}={here[k]!r}` (saved: {v!r})' for k,v in others.items()]
     if position['lr'] != trainer.lr: changed.insert(0, f"`lr={trainer.lr:g}` (saved: {position['lr']:g})")
     if changed: warn(_NO_EFFECT.format(', '.join(changed), instead))
+
+def _is_another(now, was): return now != was and repr(now) != repr(was) # NaN is no other than NaN

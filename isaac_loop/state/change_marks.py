@@ -11,6 +11,7 @@ from array import array
 from collections import deque, namedtuple
 from contextlib import suppress
 from functools import lru_cache, partial
+from operator import ne
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from zlib import crc32
 
@@ -147,6 +148,11 @@ def digest_of_bytes(x):
 # %% ../../nbs/state/30_change_marks.ipynb #802a00d5
 _MANY,_DEEP = 10_000,50
 
+def _comparable(values):
+    "A tuple of simple values, equal to that of the same ones also where some are NaN"
+    if not any(map(ne, values, values)): return tuple(values)
+    return tuple(repr(x) if x != x else x for x in values)
+
 class Marker:
     "Makes marks; `world` has the ids of what the trainer saves itself"
     def __init__(self, world):
@@ -190,7 +196,8 @@ class Marker:
         values = list(x.values()) if isinstance(x, dict) else list(x)
         keys = list(x) if isinstance(x, dict) else range(len(values))
         is_simple = set(map(type, values)) <= SIMPLE and set(map(type, keys)) <= SIMPLE
-        if is_simple: return Mark(value=(type(x), tuple(keys), tuple(values), tuple(map(type, values))))
+        if is_simple:
+            return Mark(value=(type(x), tuple(keys), _comparable(values), tuple(map(type, values))))
         if len(values) > _MANY: # Not what lies in each
             ids = (id(k) if type(k) not in SIMPLE else k for k in keys)
             return Mark(Same(x), (tuple(ids), tuple(map(id, values))))

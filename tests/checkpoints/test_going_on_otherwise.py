@@ -1,5 +1,7 @@
 "Runs that go on with another optimizer or rate, and what counts as the best."
 
+import warnings
+
 import pytest
 import torch
 from torch import nn, optim
@@ -100,3 +102,19 @@ def test_states_to_go_back_to_are_kept_once_for_each_update():
     assert sorted(t.RewindCB.states) == [(0, 4), (0, 8)]
     with pytest.raises(TypeError, match="is an epoch and a number of batches"):
         t.rewind("a")
+
+
+@pytest.mark.parametrize("unset", [float("nan"), (0.9, float("nan"))])
+def test_an_option_that_is_no_number_is_still_the_same(unset, tmp_path):
+    class Adam(optim.Adam):
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.defaults["threshold"] = unset if type(unset) is float else tuple(map(float, unset))
+
+    with pytest.raises(KeyboardInterrupt):
+        exact_trainer(CheckpointCB(tmp_path, every=2), opt_func=Adam).fit(
+            2, 0.1, callbacks=StopCB(), valid=False
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exact_trainer(CheckpointCB(tmp_path, every=2), opt_func=Adam).fit(2, 0.1, valid=False)

@@ -425,6 +425,16 @@ def test_settings_are_those_of_the_script_and_a_difference_is_told(tmp_path):
     assert "saved of `RateCB` has no callback or module any more" in gone
 
 
+@pytest.mark.parametrize("wrap", [float, lambda x: [1.0, x], lambda x: (x, None), lambda x: [[x], {"a": x}]])
+def test_a_setting_that_is_no_number_is_still_the_same(wrap, tmp_path):
+    assert not saved_and_again(tmp_path, *(RateCB(wrap(float("nan"))) for _ in range(2)))[1]
+
+
+def test_a_setting_that_has_become_a_number_is_told(tmp_path):
+    told = saved_and_again(tmp_path, RateCB([float("nan"), 1.0]), RateCB([0.5, 1.0]))[1]
+    assert "`RateCB.rate=[0.5, 1.0]` (saved: [nan, 1.0])" in told
+
+
 class StreamCB:
     "Has another stream of data, which no checkpoint can hold"
 
