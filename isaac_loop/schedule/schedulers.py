@@ -190,8 +190,9 @@ _OTHER_LENGTH = ('`{cb}` goes on with a schedule that was saved in a fit of {was
                  '{now}. {curve}')
 _FOLLOWS = 'Its curve follows the new length.'
 _KEEPS = 'Its curve keeps its `{name}`, and ends where it did.{instead}'
-_AT_LAST = ('Its curve ends after {was} steps, and those after that train at its last rate, which is close '
-            'to 0.{instead}')
+_AT_LAST = ('Its curve ends after {length} steps, and those after that train at its last rate, which is '
+            'close to 0.{instead}')
+_CUT_OFF = 'Its curve keeps its `{name}` of {length} steps, so it is cut off before its end.{instead}'
 _INSTEAD = ' For a curve of the new length, `trainer.load` the weights and save in another folder.'
 
 @patch
@@ -211,11 +212,18 @@ def _warn_of_kept_length(cb, saved):
         if None in (was, now) or was == now: continue
         warn(_KEPT_LENGTH.format(cb=callback_name(cb), name=name, was=was, now=now, instead=_INSTEAD))
 
-def _warn_of_other_length(cb, was):
+def _what_becomes_of(name, length, n_steps):
+    "In words, what a curve of a length does in a fit of `n_steps`"
+    if name is None: return _FOLLOWS
+    if None in (length, n_steps): return _KEEPS # A stream tells no length
+    if n_steps < length: return _CUT_OFF
+    return _AT_LAST if name == 'total_steps' and n_steps > length else _KEEPS
+
+def _warn_of_other_length(cb, was, saved):
     "Warn that a schedule of a fit of `was` steps goes on in one of another length"
-    kept = [name for name in _LENGTHS if hasattr(cb.scheduler, name)]
-    curve = _FOLLOWS if not kept else _AT_LAST if kept == ['total_steps'] else _KEEPS
-    curve = curve.format(name=kept and kept[0], was=was, instead=_INSTEAD)
+    name = next((o for o in _LENGTHS if hasattr(cb.scheduler, o)), None)
+    length = saved.get(name, was)
+    curve = _what_becomes_of(name, length, cb._n_steps).format(name=name, length=length, instead=_INSTEAD)
     message = _OTHER_LENGTH.format(cb=type(cb).__name__, was=was, now=cb._n_steps, curve=curve)
     warn(message)
 
@@ -266,7 +274,7 @@ def _load(self:SchedulerCB):
     if was != kind: raise ResumeMismatch(_OTHER_KIND.format(cb=callback_name(self), was=was, kind=kind))
     n_steps = state['n_steps']
     has_other_length = n_steps != self._n_steps and self._knows_length()
-    if has_other_length: _warn_of_other_length(self, n_steps)
+    if has_other_length: _warn_of_other_length(self, n_steps, state['scheduler'])
     else: _warn_of_kept_length(self, state['scheduler'])
     saved = _with_settings(self._made, state.get('made'), state['scheduler'])
     self.scheduler.load_state_dict(_like(self.scheduler.state_dict(), saved))

@@ -532,6 +532,16 @@ def test_a_longer_schedule_says_what_follows(tmp_path):
         fit(make_trainer(callbacks(tmp_path / "run")), 4)
 
 
+def test_a_shorter_fit_says_that_its_curve_is_cut_off(tmp_path):
+    "And nothing of steps after its end, which never come"
+    broken_off(tmp_path / "run", n=9, every=4)
+    with pytest.warns(
+        UserWarning, match="this fit has 14.*`total_steps` of 21 steps, so it is cut off"
+    ) as told:
+        fit(make_trainer(callbacks(tmp_path / "run", every=4)), 2)
+    assert not [o for o in told if "last rate" in str(o.message)]
+
+
 @pytest.mark.parametrize("size", [4, 14, 16, 28, 40])
 def test_another_batch_size_uses_every_sample_once(size, tmp_path):
     "16 samples of an epoch were used in batches of 8, and the rest comes in others; said to be inexact"
