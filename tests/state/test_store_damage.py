@@ -395,3 +395,28 @@ def test_weights_are_loaded_without_a_look_at_the_state(two_steps, tmp_path):
         load_weights(tmp_path / "run")
     with pytest.raises(NoValidCheckpoint):
         load_weights(tmp_path / "none" / "at" / "all")
+
+
+@pytest.mark.parametrize("k", range(0, 36, 5))
+def test_a_changed_bit_in_weights_is_noticed_if_a_manifest_lies_beside_them(k, two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path / "run")
+    folder = tmp_path / "run" / "step-00000020"
+    flip(folder / "model.safetensors", k)
+    for path in (folder, folder / "model.safetensors"):
+        with pytest.raises(CheckpointCorrupt, match="model.safetensors"):
+            load_weights(path)
+
+
+def test_weights_that_were_exchanged_are_refused_unless_only_their_size_is_asked_for(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path / "run")
+    folder = tmp_path / "run" / "step-00000020"
+    shutil.copy(tmp_path / "run" / "step-00000010" / "model.safetensors", folder)
+    with pytest.raises(CheckpointCorrupt, match="is damaged: its sha256"):
+        load_weights(folder)
+    assert load_weights(folder, verify="size")["w"].tolist() == [10, 10, 10]
+    with pytest.raises(ValueError, match="`verify` is 'none'"):
+        load_weights(folder, verify="none")
+    (folder / "manifest.json").write_text("{}")  # Nothing to compare with
+    assert load_weights(folder)["w"].tolist() == [10, 10, 10]
+    shutil.copy(folder / "model.safetensors", tmp_path / "mine.safetensors")
+    assert load_weights(tmp_path / "mine.safetensors")["w"].tolist() == [10, 10, 10]
