@@ -16,6 +16,7 @@ from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .run_parts import bare, differing, further_names, loaders_of, opts_made, parts_of
 from .run_parts import stateful_callbacks, with_empty
 from .run_state import is_in_pass
+from .states_of_processes import _digest_of
 
 # %% ../../nbs/state/64_run_checks.ipynb #7fe1da1a
 _NO_RUN = ('`{}` holds no run that `CheckpointCB` or `trainer.save` wrote, so nothing can go on from it. '
@@ -83,6 +84,14 @@ def _unlike(trainer, saved, kind, what):
     now,further = parts_of(trainer, kind),further_names(trainer, kind)
     was = [name for name in saved if name not in further]
     if set(was) != now.keys(): yield f'{what}: saved were {was}, now there are {list(now)}'
+
+def _saved_once(trainer, state):
+    "The saved optimizers, without second names that nobody has yet; earlier versions have saved these, too"
+    now,opts,made = parts_of(trainer, optim.Optimizer),state['opts'],state.get('opts_made', {})
+    def is_again(name):
+        same = [o for o in now if o in opts and name in made and made[name] == made.get(o)]
+        return any(_digest_of(opts[o]) == _digest_of(opts[name]) for o in same)
+    return [name for name in opts if name in now or not is_again(name)]
 
 # %% ../../nbs/state/64_run_checks.ipynb #6e06bcd2
 _ADDED = (' (groups that come in the course of a run, as by `add_param_group`, must be there when it '
@@ -204,7 +213,7 @@ def check_fits(
 def _wrong(trainer, weights, state):
     "A line for everything that would make the result wrong in any case"
     yield from differing(weights, with_empty(bare(trainer.model), weights), 'the model')
-    yield from _unlike(trainer, state['opts'], optim.Optimizer, 'the optimizers')
+    yield from _unlike(trainer, _saved_once(trainer, state), optim.Optimizer, 'the optimizers')
     yield from _unlike(trainer, state['modules'], nn.Module, 'the modules')
     for compare in (_groups, _lengths, _loader_kinds, _orders): yield from compare(trainer, state)
 

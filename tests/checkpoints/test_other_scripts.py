@@ -770,8 +770,13 @@ def test_names_that_an_earlier_version_has_saved_for_one_part_are_taken_for_one(
         ("modules", "critic", ["teacher"]),
     ]:
         state[names] |= {name: state[names][part] for name in copies}
+    of_opts = state | dict(modules={"critic": state["modules"]["critic"]})
+    check_fits(trainer, weights, of_opts)
+    other = of_opts | dict(opts=state["opts"] | {"opt2": dict(state=dict(), param_groups=[])})
+    with pytest.raises(ResumeMismatch, match="the optimizers: saved were .*'opt2'"):
+        check_fits(trainer, weights, other)
     state["modules"]["net"] = dict(weights)
-    with pytest.raises(ResumeMismatch, match="opt2"):  # Perhaps it was another one
+    with pytest.raises(ResumeMismatch, match="the modules: saved were .*'teacher'"):
         check_fits(trainer, weights, state)
     trainer.opt2, trainer.teacher, trainer.net = trainer.opt, trainer.critic, trainer.model
     check_fits(trainer, weights, state)
