@@ -71,9 +71,10 @@ def _go_on(trainer, callbacks, new=(), gone=()):
         _replan(trainer, gone)
         if trainer.plan.spans: _tell(trainer, new)
     except BaseException:
+        came = without(trainer.callbacks, before) # Newcomers may have brought others
         list.__setitem__(trainer.callbacks, slice(None), before)
         trainer._named = named
-        _replan(trainer, new)
+        _replan(trainer, came)
         raise
 
 def _tell(trainer, new):
@@ -174,7 +175,8 @@ def added_callbacks(self:Trainer,
         yield self
     finally:
         mine = without(new, known)
-        self._named = named | {name: cb for name,cb in self._named.items() if not is_in(cb, mine)}
+        hidden = {name: named[name] for name in map(callback_name, mine) if name in named}
+        self._named = hidden | {name: cb for name,cb in self._named.items() if not is_in(cb, mine)}
         self._remove([cb for cb in mine if is_in(cb, self.callbacks)], delete=False)
 
 # %% ../../nbs/loop/25_adding_callbacks.ipynb #360ffa4f

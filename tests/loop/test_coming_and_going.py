@@ -11,7 +11,7 @@ from fastcore.foundation import L
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.all import BasicTrainCB, DataLoaders, MetricsCB, Trainer
+from isaac_loop.all import BasicTrainCB, CancelBatchException, DataLoaders, MetricsCB, Trainer
 from small import data, trainer_with
 
 
@@ -79,6 +79,52 @@ def test_a_newcomer_that_fails_does_not_stay():
     t = trainer_with()
     t.fit(1, callbacks=after_batch)
     assert bad not in t.callbacks and not hasattr(t, "bad")
+
+
+class CountsCB:
+    "Counts how often a batch begins and is cleaned up, and does something at its beginning"
+
+    def __init__(self, name, act=lambda trainer: None):
+        self.name, self.act, self.begun, self.cleaned = name, act, 0, 0
+
+    def before_batch(self, trainer):
+        self.begun += 1
+        self.act(trainer)
+
+    def cleanup_batch(self, trainer):
+        self.cleaned += 1
+
+
+def test_who_was_brought_by_a_newcomer_is_cleaned_up_if_another_newcomer_cancels():
+    def cancel(trainer):
+        raise CancelBatchException("no")
+
+    def begin(trainer):
+        if trainer.batch_num == 0:
+            trainer.add_callbacks([bringing, CountsCB("cancelling", cancel)])
+
+    brought = CountsCB("brought")
+    bringing = CountsCB("bringing", lambda trainer: trainer.add_callback(brought))
+    t = trainer_with(CountsCB("first", begin))
+    t.fit(1, valid=False)
+    assert (bringing.begun, bringing.cleaned, brought.begun, brought.cleaned) == (1, 1, 1, 1)
+    assert len(t.callbacks) == 2
+
+
+def test_a_callback_that_is_deleted_in_a_fit_stays_away():
+    t = trainer_with(MetricsCB())
+    deletes = SimpleNamespace(
+        name="deletes", after_fit=lambda trainer: trainer.remove_callback(MetricsCB, delete=True)
+    )
+    t.fit(1, callbacks=deletes)
+    assert not hasattr(t, "MetricsCB") and not hasattr(t, "deletes") and len(t.callbacks) == 1
+
+
+def test_a_callback_of_one_fit_gives_the_name_back_that_one_outside_the_loop_had():
+    t = trainer_with(old := CountsCB("counts"))
+    t.remove_callback(old)
+    t.fit(1, callbacks=CountsCB("counts"))
+    assert t.counts is old
 
 
 def test_a_callback_of_one_fit_that_removes_or_renames_itself_leaves_no_name():
