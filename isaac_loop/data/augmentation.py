@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional as F
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, did_you_mean, is_number
+from ..basics.checks import check_count, did_you_mean, is_number, warn
 from ..loop.callback_list import is_in
-from ..loop.events import Order
+from ..loop.events import Order, callback_name
 from ..basics.tensors import SEQUENCES, map_tensors
 from .replay_loaders import ReplayLoader
 from ..basics.old_names import old_words
@@ -230,6 +230,10 @@ def _check_no_target(trainer, is_none):
 
 # %% ../../nbs/data/40_augmentation.ipynb #09dd3e01
 _NO_SHARE = '`{name}` is {value!r}, but it is a share of the whole. Use a number above 0 and up to 1.'
+_NEVER_FULL = ('`{cb}` gives this fit no images of full size: in its last epoch their sides are {share:.0%} of '
+               'what validation measures, and of what the model will see later. {mend}')
+_ONE_EPOCH = 'Train for two epochs or more, or leave it out.'
+_TO_THE_END = 'Use an `until` below 1, such as 0.75.'
 
 class ProgressiveResizeCB:
     "Begin with small images and let them grow"
@@ -239,7 +243,7 @@ class ProgressiveResizeCB:
     __repr__ = show_settings
     def __init__(self,
         start:float=0.5, # Height and width in the first epoch, as a share of the full ones
-        until:float=0.75, # Share of the epochs after which images have their full size
+        until:float=0.75, # Share of the epochs after which images have their full size; below 1, the last has
         multiple:int=1, # Sizes are multiples of so many pixels
     ):
         for name,value in (('start', start), ('until', until)):
@@ -248,9 +252,21 @@ class ProgressiveResizeCB:
         self.start,self.until = start,until
         self.multiple = check_count(multiple, 'multiple', 'pixels are counted')
 
+    def before_fit(self, trainer):
+        "Say so if images never have their full size"
+        n,trains = trainer.n_epochs,trainer.updates_per_epoch != 0
+        last = self._scale_at(n-1, n) if n and trains and not trainer._side_runs else 1
+        if last == 1: return
+        warn(_NEVER_FULL.format(cb=callback_name(self), share=last, mend=_ONE_EPOCH if n == 1 else _TO_THE_END))
+
     def before_epoch(self, trainer):
         "Choose this epoch's size"
-        self._scale = min(1., self.start + (1-self.start)*trainer.epoch/(self.until*trainer.n_epochs))
+        self._scale = self._scale_at(trainer.epoch, trainer.n_epochs)
+
+    def _scale_at(self, epoch, n):
+        "The size of an epoch, as a share of the full one"
+        whole = min(self.until*n, max(1, n-1)) if self.until < 1 else n # The last epoch is whole
+        return min(1., self.start + (1-self.start)*epoch/whole)
 
     def before_batch(self, trainer):
         "Make the images smaller"

@@ -610,6 +610,22 @@ def test_images_grow_and_reach_their_full_size(start, until, multiple, sizes):
     assert {o[0].shape[-1] for o in trainer.SeenCB.valid} == {6}
 
 
+@pytest.mark.parametrize("n_epochs, sizes", [(2, [3, 6]), (3, [3, 4, 6]), (5, [3, 4, 5, 5, 6])])
+def test_images_have_their_full_size_in_the_last_epoch_however_few_there_are(n_epochs, sizes):
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
+    trainer = run([ProgressiveResizeCB()], n_epochs=n_epochs, model=model)
+    assert [o[0].shape[-1] for o in trainer.SeenCB.train[::3]] == sizes
+
+
+@pytest.mark.parametrize(
+    "until, n_epochs, told", [(0.75, 1, "two epochs or more"), (1.0, 4, "`until` below 1")]
+)
+def test_images_that_never_have_their_full_size_are_told_of(until, n_epochs, told):
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
+    with pytest.warns(UserWarning, match=f"`ProgressiveResizeCB` gives this fit no images of full.*{told}"):
+        run([ProgressiveResizeCB(until=until)], n_epochs=n_epochs, model=model)
+
+
 @pytest.mark.shows("F063")
 def test_full_size_is_the_identity():
     assert same(run([ProgressiveResizeCB(start=1)]).model, run([]).model)
