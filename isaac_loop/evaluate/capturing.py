@@ -21,7 +21,8 @@ from .data_sets import same_random
 from .join_batches import join_batches
 from .shared_evaluation import first_row, from_all
 from .values import shapes
-from ..loop.events import Order
+from ..loop.callback_list import who_left
+from ..loop.events import Order, callback_name
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
 from ..metrics.losses import ended_in_error, has_no_rows
@@ -162,6 +163,9 @@ def _example_losses(trainer):
     with kept(), same_random():
         return loss_per_example(trainer.loss_func, trainer.preds, *targets, around=kept).detach()
 
+_NO_LOSSES = ('`{cb}` has no losses for the examples of batch {n}, and those of another batch would be wrong. '
+              'They are computed before `get_loss`, which did not come.{who}')
+
 @old_words
 class CapturePredsCB(CapturedParts):
     "Keep predictions and targets of the last validation pass"
@@ -204,6 +208,7 @@ class CapturePredsCB(CapturedParts):
 
     def after_batch(self, trainer):
         "Copy predictions and targets to the CPU"
+        if self.with_loss and self._losses is None: self._tell_of_none(trainer)
         part = self._part(trainer)
         if trainer.ranks.shares(trainer.dl):
             self._structure = part
@@ -214,8 +219,15 @@ class CapturePredsCB(CapturedParts):
         if self._compare: self._batch_losses.append(torch.as_tensor(trainer.loss).detach().reshape(()))
         if self.write is not None and not self._shares: self._write(trainer)
 
+    def _tell_of_none(self, trainer):
+        "Refuse a batch whose losses were not computed"
+        if self._failed is not None: raise self._failed
+        name,who = callback_name(self),who_left(trainer, 'loss')
+        raise RuntimeError(_NO_LOSSES.format(cb=name, n=trainer.batch_num, who=who))
+
     def cleanup_batch(self, trainer):
         "Count the examples, also of a batch that was skipped"
+        self._losses = self._failed = None
         if not ended_in_error(trainer): self._start += _rows(trainer)
 
     def cleanup_epoch(self, trainer):

@@ -76,7 +76,10 @@ _NO_PREDICT = ('A trainer predicts for a whole loader: `trainer.get_preds(dl)`. 
 _LEFT_OUT = (' `{who}` has left the step out of this batch, and what follows needs what it gives. Leave the '
              'whole batch there, by `CancelBatchException`.')
 
-def _who_left(trainer, name):
+def who_left(
+    trainer, # In a batch
+    name:str, # `preds` or `loss`
+)->str: # Empty if nobody has
     "Who has cancelled the step that writes `name` in this batch, as a sentence"
     event,handler,batch_num = getattr(vars(trainer).get('plan'), 'last_cancel', (None,)*3)
     steps = {'preds': ('before_predict', 'predict'), 'loss': ('before_get_loss', 'get_loss')}
@@ -115,7 +118,7 @@ class ByName:
         if name == 'opt': _check_optimizers(self)
         if name in STATE:
             aside = _ASIDE if vars(self).get('_side_runs') else ''
-            more = _who_left(self, name) or _nobody_does(self, name) or aside
+            more = who_left(self, name) or _nobody_does(self, name) or aside
             raise AttributeError(_NOT_YET.format(name, STATE[name][0]) + more)
         if name == 'predict': raise AttributeError(_NO_PREDICT)
         methods = [o for o in dir(type(self)) if not o.startswith('_')]

@@ -41,7 +41,8 @@ from isaac_loop.train.averaging import EMACB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.evaluate.evaluation import DropoutOnCB
-from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException, Order
+from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
+from isaac_loop.loop.events import CancelStepException, Order
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.loop.trainer import Trainer
 
@@ -634,6 +635,24 @@ def test_each_example_meets_the_loss_as_the_batch_found_it():
     first = preds[:8]
     alone = F.cross_entropy(0.9 * first, targets[:8], reduction="none")  # Its own tenth is the center
     torch.testing.assert_close(losses[:8], alone)
+
+
+def test_a_batch_whose_loss_is_left_out_does_not_get_the_losses_of_the_batch_before():
+    class LeavesOutCB:
+        order, on_train = Order.STEP - 1, False
+
+        def before_get_loss(self, trainer):
+            if trainer.batch_num == 1:
+                trainer.loss = torch.tensor(0.0)
+                raise CancelStepException("none here")
+
+    trainer = make_trainer([LeavesOutCB(), CapturePredsCB(with_loss=True)])
+    told = "no losses for the examples of batch 1(.|\n)*`LeavesOutCB.before_get_loss` has left the step out"
+    with pytest.raises(RuntimeError, match=told):
+        trainer.fit(1)
+    trainer = make_trainer([LeavesOutCB(), capture := CapturePredsCB()])
+    trainer.fit(1)
+    assert len(capture.result()) == 22
 
 
 def test_losses_that_cannot_be_taken_apart_say_so():
