@@ -277,7 +277,8 @@ class SWACB(_AveragingCB):
         if counts and self._begun(trainer): self._take(trainer.model)
 
     def _rule(self): return get_swa_multi_avg_fn()
-    def _begun(self, trainer): return trainer.epoch >= math.floor(self.start*trainer.n_epochs)
+    def _first(self, trainer): return math.floor(self.start*trainer.n_epochs)
+    def _begun(self, trainer): return trainer.epoch >= self._first(trainer)
     def _counts(self, trainer): return self.every == 'update' and self._begun(trainer)
 
 # %% ../../nbs/train/50_averaging.ipynb #1e54b63c
@@ -350,6 +351,16 @@ _NOT_MEASURED = ('The batch norms of the average that `SWACB` has made were not 
                  'and have the running means of the last weights. Measure them with '
                  '`torch.optim.swa_utils.update_bn`, or use the weights that were trained.')
 
+_NOTHING = ('`{cb}` has averaged nothing, so the weights are those of the last update: with `start={start}` '
+            'it was to begin {when} epoch {first}, the first being 0, and the fit ended before. Use a '
+            'smaller `start`, or let the fit go on for longer.')
+
+def _warn_of_nothing(cb, trainer):
+    "Say that a fit has trained, and its average has not begun"
+    when = 'at the end of the training pass of' if cb.every == 'epoch' else 'in'
+    first = cb._first(trainer)
+    warn(_NOTHING.format(cb=callback_name(cb), start=cb.start, when=when, first=first))
+
 def _warn_of_norms(why): warn(_NOT_MEASURED.format(why=why))
 
 @patch
@@ -362,8 +373,11 @@ def after_fit(self:SWACB, trainer):
 
 @patch
 def cleanup_fit(self:SWACB, trainer):
-    "Leave the average in the model, if it is to be kept; say so if a cancel left its batch norms unmeasured"
-    cancelled = self._is_of(trainer) and isinstance(trainer.exception, CancelFitException)
+    "Leave the average in the model, if it is to be kept; say so if there is none, or norms are unmeasured"
+    is_mine,how = self._is_of(trainer),trainer.exception
+    cancelled = is_mine and isinstance(how, CancelFitException)
+    has_trained = is_mine and trainer.n_updates and isinstance(how, (type(None), CancelException))
     _AveragingCB.cleanup_fit(self, trainer)
+    if has_trained and not (self.n_averaged or trainer._side_runs): _warn_of_nothing(self, trainer)
     if not (cancelled and self.update_bn and self.n_averaged > self._loaded): return
     if _batch_norms(self.average): _warn_of_norms(f'the fit was cancelled ({trainer.exception})')

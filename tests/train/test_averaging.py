@@ -109,6 +109,29 @@ def test_an_average_is_measured_on_the_batches_of_a_training_pass_or_says_that_i
         )
 
 
+class StopsCB:
+    "Asks for a stop in the first epoch"
+
+    def after_batch(self, trainer):
+        trainer.request_stop("enough")
+
+
+@pytest.mark.parametrize(
+    "every, where", [("epoch", "the end of the training pass of epoch 3"), ("update", "in epoch 3")]
+)
+def test_an_average_that_has_not_begun_when_the_fit_ends_says_so(every, where):
+    t = trainer_with(SWACB(0.75, every=every, keep=True))
+    with pytest.warns(UserWarning, match=f"`SWACB` has averaged nothing(.|\n)*`start=0.75`(.|\n)*{where}"):
+        t.fit(4, callbacks=StopsCB())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in (1, 2, 3):
+            t.fit(n)
+            assert t.SWACB.n_averaged
+        t.fit(1, train=False)
+        t.lr_find(n_batches=3)
+
+
 @pytest.mark.parametrize("end", [None, ValueError, KeyboardInterrupt])
 def test_one_average_for_two_fits_at_a_time_is_refused_and_the_first_goes_on(end):
     shared, alone = EMACB(0.9), trainer_with(EMACB(0.9))
