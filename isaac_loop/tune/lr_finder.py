@@ -17,6 +17,7 @@ from ..basics.tensors import batch_weight
 from ..data.shared_loaders import rows_given
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
+from ..loop.events import callback_name
 from ..loop.fitting import scale_rates
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
@@ -70,6 +71,22 @@ _NO_RISE = ('`lr_mult` is {lr_mult!r}, so the rate would not rise step by step. 
 _ENDS_AT_ONCE = ('`max_mult` is {max_mult!r}, and unless it is a number above 1, the very first losses would '
                  'end the search. Use one, such as 3.')
 
+_NOT_ONE = ('`{cb}` raises the rate of one optimizer, `trainer.opt`. This trainer has `opt_func=None`, and '
+            'its optimizers are {names}. Lend one of them to the search, by `trainer.opt = {first}` before '
+            'and `del trainer.opt` after it: its rate rises, and the others keep theirs.')
+_NO_OPT = ('`{cb}` raises the rate of `trainer.opt`. This trainer has `opt_func=None` and no optimizer yet. '
+           'Set `trainer.opt`; if a callback makes it in a fit, let one run first.')
+
+def _check_opt(cb, trainer):
+    "Refuse a trainer without `opt`, and say which optimizers it has"
+    if hasattr(trainer, 'opt'): return
+    owners = [('trainer', trainer), *((f'trainer.{callback_name(o)}', o) for o in trainer.callbacks)]
+    names = [f'{owner}.{name}' for owner,thing in owners for name,o in getattr(thing, '__dict__', {}).items()
+             if hasattr(o, 'param_groups')]
+    told = _NOT_ONE if names else _NO_OPT
+    listed = ', '.join(f'`{name}`' for name in names)
+    raise AttributeError(told.format(cb=callback_name(cb), names=listed, first=names[0] if names else ''))
+
 @old_words
 class LRFinderCB:
     "Raise the learning rate after every batch until the loss explodes, then put everything back"
@@ -92,6 +109,7 @@ class LRFinderCB:
 
     def before_fit(self, trainer):
         "Remember everything, and begin at `trainer.lr`"
+        if trainer.opt_func is None: _check_opt(self, trainer)
         if self._alone: self._snapshot = trainer.snapshot(keep=self)
         self.lrs,self.losses = [],[]
         self._best,self._updates = math.inf,-1

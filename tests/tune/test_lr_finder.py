@@ -345,6 +345,44 @@ def test_an_optimizer_of_ones_own_begins_at_the_given_rate():
     assert trainer.lr_find(start_lr=1e-4, n_batches=3).lrs[0] == pytest.approx(1e-4)
 
 
+class TwoOptimizersCB:
+    "Does the steps with two optimizers, one for the first layer and one for the rest"
+
+    def predict(self, trainer):
+        trainer.preds = trainer.model(trainer.batch[0])
+
+    def get_loss(self, trainer):
+        trainer.loss = trainer.loss_func(trainer.preds, trainer.batch[1])
+
+    def backward(self, trainer):
+        trainer.loss.backward()
+
+    def step(self, trainer):
+        trainer.opt_g.step()
+        trainer.opt_d.step()
+
+    def zero_grad(self, trainer):
+        trainer.model.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:No rate")
+def test_of_several_optimizers_one_is_searched_for_at_a_time():
+    trainer = make_trainer(opt_func=None)
+    trainer.callbacks = [TwoOptimizersCB()]
+    with pytest.raises(AttributeError, match="no optimizer yet. Set `trainer.opt`"):
+        trainer.lr_find()
+    first, *_, last = trainer.model.parameters()
+    trainer.opt_d, trainer.opt_g = optim.SGD([first], 0.1), optim.SGD([last], 0.2)
+    with pytest.raises(AttributeError, match="are `trainer.opt_d`, `trainer.opt_g`. Lend one of them"):
+        trainer.lr_find()
+    trainer.opt = trainer.opt_g
+    rates = SeenCB("after_step", lambda t: (t.opt_g.param_groups[0]["lr"], t.opt_d.param_groups[0]["lr"]))
+    trainer.lr_find(1e-4, 2.0, n_batches=3, callbacks=rates)
+    del trainer.opt
+    assert rates.seen[:2] == [(pytest.approx(1e-4), 0.1), (pytest.approx(2e-4), 0.1)]
+    assert (trainer.opt_g.param_groups[0]["lr"], trainer.opt_d.param_groups[0]["lr"]) == (0.2, 0.1)
+
+
 def test_a_rate_that_is_a_tensor_is_noted_as_a_number():
     "As optimizers have it that are compiled or captured in a graph"
     finder = make_trainer(opt_func=lambda params, lr: optim.Adam(params, torch.tensor(lr))).lr_find(
