@@ -230,8 +230,8 @@ def _check_no_target(trainer, is_none):
 
 # %% ../../nbs/data/40_augmentation.ipynb #09dd3e01
 _NO_SHARE = '`{name}` is {value!r}, but it is a share of the whole. Use a number above 0 and up to 1.'
-_NEVER_FULL = ('`{cb}` gives this fit no images of full size: in its last epoch their sides are {share:.0%} of '
-               'what validation measures, and of what the model will see later. {mend}')
+_NEVER_FULL = ('`{cb}` gives this fit no images of full size: in its last epoch their sides are {share:.0%} '
+               'of what validation measures, and of what the model will see later. {mend}')
 _ONE_EPOCH = 'Train for two epochs or more, or leave it out.'
 _TO_THE_END = 'Use an `until` below 1, such as 0.75.'
 
@@ -257,7 +257,8 @@ class ProgressiveResizeCB:
         n,trains = trainer.n_epochs,trainer.updates_per_epoch != 0
         last = self._scale_at(n-1, n) if n and trains and not trainer._side_runs else 1
         if last == 1: return
-        warn(_NEVER_FULL.format(cb=callback_name(self), share=last, mend=_ONE_EPOCH if n == 1 else _TO_THE_END))
+        mend = _ONE_EPOCH if n == 1 else _TO_THE_END
+        warn(_NEVER_FULL.format(cb=callback_name(self), share=last, mend=mend))
 
     def before_epoch(self, trainer):
         "Choose this epoch's size"

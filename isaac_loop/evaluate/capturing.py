@@ -163,8 +163,8 @@ def _example_losses(trainer):
     with kept(), same_random():
         return loss_per_example(trainer.loss_func, trainer.preds, *targets, around=kept).detach()
 
-_NO_LOSSES = ('`{cb}` has no losses for the examples of batch {n}, and those of another batch would be wrong. '
-              'They are computed before `get_loss`, which did not come.{who}')
+_NO_LOSSES = ('`{cb}` has no losses for the examples of batch {n}, and those of another batch would be '
+              'wrong. They are computed before `get_loss`, which did not come.{who}')
 
 @old_words
 class CapturePredsCB(CapturedParts):

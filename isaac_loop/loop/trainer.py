@@ -159,6 +159,16 @@ def total_updates(self:Trainer):
     self._planned = planned_updates(self)
     return self._planned
 
+# %% ../../nbs/loop/20_trainer.ipynb #2da28d38
+_SHALLOW = ('A shallow copy of this `{0}` would have its model, optimizer, history and callbacks, so a fit '
+            'of one would change the other. Use `copy.deepcopy(trainer)`, or make another `{0}` with that '
+            'model.')
+
+@patch
+def __copy__(self:Trainer):
+    "Refuse a copy that shares everything"
+    raise TypeError(_SHALLOW.format(type(self).__name__))
+
 # %% ../../nbs/loop/20_trainer.ipynb #79ec0e88
 @patch
 def split(self:Trainer,

@@ -261,6 +261,18 @@ def test_the_warning_about_missing_steps_points_at_the_line_with_fit():
     assert caught[0].filename == __file__
 
 
+def test_a_trainer_is_copied_with_all_that_a_fit_changes_or_not_at_all():
+    trainer = trainer_with(MetricsCB(show=False))
+    trainer.fit(1)
+    with pytest.raises(TypeError, match="(?s)A shallow copy of this `Trainer`.*`copy.deepcopy"):
+        copy.copy(trainer)
+    other, before = copy.deepcopy(trainer), trainer.model.weight.clone()
+    other.fit(1, keep_opt=True)
+    assert torch.equal(trainer.model.weight, before) and not torch.equal(other.model.weight, before)
+    assert (len(trainer.history), len(other.history)) == (1, 2)
+    assert other.MetricsCB is not trainer.MetricsCB
+
+
 def test_a_trainer_is_no_callback():
     with pytest.raises(TypeError, match="other.callbacks"):
         trainer_with(trainer_with())
