@@ -324,6 +324,74 @@ def test_transforms_and_rows_of_other_shapes_are_written_or_refused(monkeypatch)
         both(make, monkeypatch)
 
 
+class NamedPreds(nn.Module):
+    "Gives its predictions by name, of which one is no tensor"
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"logits": self.linear(x), "kind": "linear"}
+
+
+def loss_of_named(preds, *targets):
+    return F.cross_entropy(preds["logits"], targets[-1])
+
+
+def right_of_named(preds, *targets):
+    assert not preds["logits"].requires_grad
+    return (preds["logits"].argmax(1) == targets[-1]).double().mean()
+
+
+def named_trainer(first):
+    "Batches of 5, 5 and 3 with a first target that is made by a function"
+    set_seed(3)
+    batches = [(torch.randn(n, 4), *first(n), torch.randint(2, (n,))) for n in (5, 5, 3)]
+    metrics = MetricsCB(right=right_of_named, train_metrics=True)
+    callbacks = [BasicTrainCB(), metrics]
+    return Trainer(DataLoaders(batches, batches), loss_of_named, optim.SGD, NamedPreds(), callbacks)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda n: (),
+        lambda n: (torch.zeros(n, 2),),
+        lambda n: (torch.tensor(1.0),),
+        lambda n: (2.0,),
+        lambda n: ({"a": torch.zeros(n), "b": torch.zeros(n)},),
+    ],
+    ids="one alike scalar number dict".split(),
+)
+def test_metrics_of_named_predictions_and_of_several_targets_are_those_of_the_trainer(first, monkeypatch):
+    both(lambda: named_trainer(first), monkeypatch)
+
+
+def test_targets_that_leave_open_how_many_examples_there_are_are_refused():
+    with pytest.raises(ValueError, match="have 3 and 5 rows, and how many examples `right` counts depends"):
+        named_trainer(lambda n: (torch.zeros(3),)).to_script()
+    trainer = named_trainer(lambda n: (torch.zeros(5),))
+    with pytest.raises(ValueError, match=r"The batch has \[3, 5\] rows"):
+        run(trainer.to_script(), trainer, 1, 0.1)
+
+
+def no_rows_or_numpy(preds, targets):
+    assert len(targets), "the trainer does not ask"
+    return (preds.argmax(1) == targets).numpy()
+
+
+def test_a_metric_in_numpy_and_a_batch_without_rows_are_measured_as_by_the_trainer(monkeypatch):
+    def make():
+        set_seed(3)
+        batches = [(torch.randn(n, 4), torch.randint(2, (n,))) for n in (4, 0, 3)]
+        metrics = MetricsCB(right=no_rows_or_numpy)
+        dls = DataLoaders(batches[:1], batches)
+        return Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(4, 2), [BasicTrainCB(), metrics])
+
+    both(make, monkeypatch)
+
+
 def written_in_place(x):
     return x.mul_(1.1)
 

@@ -8,6 +8,9 @@ __all__ = []
 # %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #1a765c48
 import copy
 
+import torch
+
+from isaac_loop.basics.tensors import SEQUENCES, n_examples
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.source_of_values import NoSource
 from isaac_loop.inspection.plain_script.written_steps import Lines
@@ -44,8 +47,12 @@ class MeanOf:
         self.n = 0
 
     def update(self, preds, *targets):
-        n = len(targets[0]) if targets else len(preds)
+        n = len(targets[0])
+        if n == 0:
+            return
         value = self.f(preds, *targets)
+        if hasattr(value, '__array__'):
+            value = torch.as_tensor(value)
         if torch.is_tensor(value):
             exact = torch.float32 if value.device.type == 'mps' else torch.float64
             value = value.detach().to(exact)
@@ -59,6 +66,44 @@ class MeanOf:
     def compute(self):
         return self.total / self.n if self.n else math.nan
 '''
+_OF_SEVERAL = _MEAN_OF.replace('''        n = len(targets[0])
+''', '''        sizes = {len(x) for x in targets or [preds] if torch.is_tensor(x) and x.ndim}
+        if len(sizes) != 1:
+            raise ValueError(f'The batch has {sorted(sizes)} rows: count its examples by hand')
+        n = sizes.pop()
+''')
+_WITHOUT_GRAPH = '''
+def without_graph(x):
+    "Predictions without their graph: a tensor, or dicts, lists and tuples of some"
+    if torch.is_tensor(x):
+        return x.detach()
+    if isinstance(x, dict):
+        return type(x)({key: without_graph(value) for key, value in x.items()})
+    if isinstance(x, tuple) and hasattr(x, '_fields'):
+        return type(x)(*map(without_graph, x))
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(without_graph, x))
+    return x
+'''
+
+_ROWS = ('the targets of a batch have {rows} rows, and how many examples `{name}` counts depends on the '
+         'predictions as well', 'Measure it by a metric with `update`, `compute` and `reset`')
+
+def has_one_target(
+    form, # Of a batch
+    name:str, # Of the metric
+)->bool:
+    "Whether the only target has a row for each example; refuses targets that leave their number open"
+    if form is None or form.parts is None: return False # Each batch will be looked at
+    targets = form.parts[len(form.inputs):]
+    tensors = [x for x in targets if torch.is_tensor(x) and x.ndim]
+    if len(targets) == 1 and (tensors or _is_flat(targets[0])): return True
+    said = {n_examples((x,)) for x in targets} - {None}
+    if not targets or (tensors and len(said) == 1): return False
+    rows = ' and '.join(map(str, sorted(said))) or 'no'
+    raise NotWritten(_ROWS[0].format(rows=rows, name=name), _ROWS[1])
+
+def _is_flat(x): return isinstance(x, SEQUENCES) and all(isinstance(o, (str, int, float)) for o in x)
 
 def indented(
     text:str, # Python
@@ -95,7 +140,10 @@ class Metrics(Lines):
         if isinstance(m, MeanOf):
             self.needs('math')
             self.torch()
-            return f'{w.definition("MeanOf", _MEAN_OF)}({w.function(m.f, name)})'
+            forms = [form for training,form in w.passes.items() if self._of(training)]
+            is_plain = all([has_one_target(form, name) for form in forms])
+            f = w.definition('MeanOf', _MEAN_OF if is_plain else _OF_SEVERAL)
+            return f'{f}({w.function(m.f, name)})'
         if isinstance(m, MetricOn): raise NotWritten(f'the metric `{name}` is a `MetricOn`', _NO_CHOICE)
         try:
             if w.may_write(m, id(m)): return w.sources.of(m)
@@ -114,7 +162,10 @@ class Metrics(Lines):
     def after_batch(self):
         w = self.w
         text = f'{self.name("losses")}.append((loss.detach(), {self._weight()}))\n'
-        preds = 'preds.detach()' if w.training else 'preds'
+        preds = 'preds'
+        if w.training and self._of(True):
+            self.torch()
+            preds = f'{w.definition("without_graph", _WITHOUT_GRAPH)}(preds)'
         for name in self._of(w.training):
             text += f'{self._variable(name, w.training)}.update({preds}{w.targets()})\n'
         return text
