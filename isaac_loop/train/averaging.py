@@ -246,7 +246,7 @@ _NO_START = ('`start` is {start!r}, but it is a share of the epochs. Use 0 or mo
 class SWACB(_AveragingCB):
     "Keep the mean of the weights over the last part of the run, and validate with it"
     def __init__(self,
-        start:float=0.75, # Begin after this share of the epochs, 0 to 1
+        start:float=0.75, # Begin after this share of the epochs, 0 to 1, rounded down to whole ones
         every:str='epoch', # Take the weights in at the end of each 'epoch', or at each 'update'
         update_bn:bool=True, # Measure batch norm's means anew, in a pass over `dls.train` after the fit?
         keep:bool=False, # Leave the average in the model when the fit has ended?

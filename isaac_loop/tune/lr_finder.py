@@ -80,9 +80,10 @@ _NO_OPT = ('`{cb}` raises the rate of `trainer.opt`. This trainer has `opt_func=
 def _check_opt(cb, trainer):
     "Refuse a trainer without `opt`, and say which optimizers it has"
     if hasattr(trainer, 'opt'): return
-    owners = [('trainer', trainer), *((f'trainer.{callback_name(o)}', o) for o in trainer.callbacks)]
-    names = [f'{owner}.{name}' for owner,thing in owners for name,o in getattr(thing, '__dict__', {}).items()
-             if hasattr(o, 'param_groups')]
+    owners = {'trainer': trainer} | {f'trainer.{callback_name(cb)}': cb for cb in trainer.callbacks}
+    held = [(f'{owner}.{name}', value) for owner,thing in owners.items()
+            for name,value in getattr(thing, '__dict__', {}).items()]
+    names = [name for name,value in held if hasattr(value, 'param_groups')]
     told = _NOT_ONE if names else _NO_OPT
     listed = ', '.join(f'`{name}`' for name in names)
     raise AttributeError(told.format(cb=callback_name(cb), names=listed, first=names[0] if names else ''))
