@@ -240,6 +240,7 @@ class ProgressiveResizeCB:
     order = Order.DATA
     stateless = '_scale'
     on_valid = False # Validation is about images as they are
+    _scale = 1.
     __repr__ = show_settings
     def __init__(self,
         start:float=0.5, # Height and width in the first epoch, as a share of the full ones
@@ -261,8 +262,8 @@ class ProgressiveResizeCB:
         warn(_NEVER_FULL.format(cb=callback_name(self), share=last, mend=mend))
 
     def before_epoch(self, trainer):
-        "Choose this epoch's size"
-        self._scale = self._scale_at(trainer.epoch, trainer.n_epochs)
+        "Choose this epoch's size; a run on the side has that of the moment"
+        if not trainer._side_runs: self._scale = self._scale_at(trainer.epoch, trainer.n_epochs)
 
     def _scale_at(self, epoch, n):
         "The size of an epoch, as a share of the full one"

@@ -29,6 +29,7 @@ from isaac_loop.data.mixtures import CutMixCB, MixUpCB
 from isaac_loop.data.random_patches import RandCopy, RandErase
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.train.averaging import SWACB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.replay_loaders import ReplayLoader
@@ -624,6 +625,17 @@ def test_images_that_never_have_their_full_size_are_told_of(until, n_epochs, tol
     model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
     with pytest.warns(UserWarning, match=f"`ProgressiveResizeCB` gives this fit no images of full.*{told}"):
         run([ProgressiveResizeCB(until=until)], n_epochs=n_epochs, model=model)
+
+
+def test_an_average_is_measured_on_images_of_the_size_that_the_last_epoch_had():
+    "Measuring is a run on the side, of one epoch, which is no first one"
+    sides = []
+    seen = SimpleNamespace(
+        order=Order.DATA + 1, on_valid=False, before_batch=lambda t: sides.append(t.batch[0].shape[-1])
+    )
+    layers = [nn.BatchNorm2d(1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES)]
+    run([ProgressiveResizeCB(), SWACB(0.5), seen], n_epochs=2, model=nn.Sequential(*layers))
+    assert sides == [3] * 3 + [6] * 6
 
 
 @pytest.mark.shows("F063")
