@@ -477,8 +477,8 @@ MUTANTS = [
     Mutant(
         "a run that splits the batches of a plain loader thinks that the pass is over",
         "ResumingCB._rest",
-        "not again and _is_over",
-        "_is_over",
+        "not again and is_over",
+        "is_over",
         ["test_a_run_that_is_elsewhere_than_its_loader_goes_on"],
     ),
     Mutant(

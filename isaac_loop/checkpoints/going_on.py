@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from ..basics.checks import short_path, warn
 from ..basics.output import say
 from .counted_fits import belongs_to, why_over
-from .resuming import warn_of_rates
+from .no_effect import warn_of_rates
 from .which_run import explain_fresh, left_before
 from ..data.generators import data_generators, PARTS
 from ..state.errors import NoValidCheckpoint

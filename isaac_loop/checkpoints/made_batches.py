@@ -11,7 +11,8 @@ import torch
 from ..basics.checks import warn
 from .standing import _of_drawn, kept_in, Standing, stands_alike
 from ..data.fingerprint import _alike, _leaves
-from ..data.generators import data_generators, drawn_from
+from ..data.generators import data_generators
+from ..data.random_generators import drawn_from
 from ..loop.events import callback_name
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import plain_random_state, set_plain_random_state

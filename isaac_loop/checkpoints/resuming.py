@@ -8,10 +8,7 @@ __all__ = []
 # %% ../../nbs/checkpoints/20_resuming.ipynb #db5cd306
 from contextlib import contextmanager
 
-import torch
 from fastcore.basics import patch
-from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import warn
 from ..basics.settings import show_settings
@@ -20,20 +17,19 @@ from .made_batches import others_kept, warn_of_kept
 from .standing import kept_in
 from .made_batches import drawn_in, own_numbers, parts_of_batch, place_in_pass
 from .made_batches import put_before, put_begun, take_before, take_begun
+from .rest_of_pass import begin_pass_anew, end_pass, is_over, leave_held, model_kept
+from .rest_of_pass import put_readers, replayed
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
 from ..state.comings import take_comings, take_out, warn_of_absent
-from ..state.run_parts import all_parameters, check_states, generators, held_loaders
-from ..state.run_parts import loaders_of, opt_defaults
-from ..state.run_parts import put_workers, workers_begun
+from ..state.run_parts import check_states, generators, loaders_of, put_workers, workers_begun
 from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, note_opts, script_facts
-from ..state.random_numbers import compact_random_state, set_plain_random_state, undrawn
-from ..loop.passes import n_batches
+from ..state.random_numbers import compact_random_state
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #5a2c5cce
 @contextmanager
@@ -266,53 +262,6 @@ def _is_unsaved(trainer):
     knows_its_place = hasattr(trainer.dl, 'load_state_dict')
     return knows_its_place and all(o is not trainer.dl for o in loaders_of(trainer).values())
 
-# %% ../../nbs/checkpoints/20_resuming.ipynb #7e2a4d7d
-_HELD = list,tuple,range # Batches that are there, the same in each pass
-
-def _knows_its_length(dl):
-    "Whether the `len` of a loader can be trusted; others are read again to see whether more comes"
-    if isinstance(dl, _HELD): return True
-    return isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)
-
-def _is_over(dl, done):
-    "Whether a pass ended after `done` batches; a loader that knows its place is at the next epoch then"
-    if not hasattr(dl, 'load_state_dict'): return done == n_batches(dl) and _knows_its_length(dl)
-    position = dl.state_dict()
-    if position.get('batches') and position['batches'] == n_batches(dl):
-        dl.set_epoch(position['epoch']+1) # All that is left of this epoch is its end
-        return True
-    return not _given(position)
-
-def _given(position): return position.get('samples', position.get('batches', 1))
-
-# %% ../../nbs/checkpoints/20_resuming.ipynb #dc2a3b73
-def _leave_rest(dl):
-    "Let a loader that knows its position, and is in the middle of an epoch, begin the next one"
-    if not (hasattr(dl, 'load_state_dict') and hasattr(dl, 'set_epoch')): return
-    position = dl.state_dict()
-    if _given(position): dl.set_epoch(position['epoch']+1)
-
-def _leave_held(trainer, before):
-    "The same for loaders that others hold, but for those that stand where they stood `before` this pass"
-    places = (before or {}).get('loaders', {})
-    for name,dl in held_loaders(trainer).items():
-        if not _is_at(dl, places.get(name)): _leave_rest(dl)
-
-def _is_at(dl, place):
-    "Whether a loader stands at a place, if there is one"
-    now = dl.state_dict()
-    return place is not None and (now['epoch'], _given(now)) == (place['epoch'], _given(place))
-
-# %% ../../nbs/checkpoints/20_resuming.ipynb #cc338659
-def _run_samplers(trainer, start, workers=None):
-    "Draw from the generators of a plain loader what it draws in a whole pass; nothing is read"
-    if not isinstance(trainer.dl, DataLoader): return
-    put_generators(trainer, start)
-    with undrawn():
-        begins = 'train' not in (workers or ()) # Else its workers were there
-        if begins: torch.empty((), dtype=torch.int64).random_(generator=trainer.dl.generator) # Their seed
-        for _ in trainer.dl.sampler if trainer.dl.batch_sampler is None else trainer.dl.batch_sampler: pass
-
 # %% ../../nbs/checkpoints/20_resuming.ipynb #04f62435
 @patch
 def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
@@ -322,104 +271,23 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     saved = {name: start.pop(name, None) for name in ('last', 'place', 'before')}
     workers,_ = start.pop('workers', None),start.pop('gone', None)
     self._pass_start = start,own,place,workers
-    over,stopped = not again and _is_over(trainer.dl, done),state['position']['stop_reason']
+    over,stopped = not again and is_over(trainer.dl, done),state['position']['stop_reason']
     if over or stopped is not None:
-        _leave_held(trainer, saved['before'])
-        _end_pass(trainer, over, stopped, own, workers)
+        leave_held(trainer, saved['before'])
+        end_pass(trainer, over, stopped, own, workers)
         trainer.batch_num = done-1
         return iter(())
     knows_its_place = hasattr(trainer.dl, 'load_state_dict')
     if knows_its_place and not again: return batches
     if begun is not None: put_begun(trainer, begun)
-    if knows_its_place: _begin_anew(trainer, place)
+    if knows_its_place: begin_pass_anew(trainer, place)
     put_generators(trainer, own)
     put_workers(trainer, workers)
     stood = own_numbers(trainer.dl)
-    with _model_kept(trainer): self._walked,last,self._in_step = _replayed(trainer, batches, start, done)
+    with model_kept(trainer): self._walked,last,self._in_step = replayed(trainer, batches, start, done)
     drawn = [path for path,told in own_numbers(trainer.dl).items() if told != stood.get(path)]
-    _put_readers(trainer, state)
+    put_readers(trainer, state)
     innermost,_ = _resuming(trainer)
     place = place_in_pass(trainer, innermost._walked, innermost._in_step)
     check_made_again(trainer, state['position'], last, place, saved, self._strict, drawn)
     return self._walked
-
-def _put_readers(trainer, state):
-    "Let who wraps the batches be as it was; loaders that have come there by reading again stay in their pass"
-    places = state['loaders']
-    read = [dl for name,dl in held_loaders(trainer).items() if _is_at(dl, places.get(name))]
-    stay = [dl.place_keeper() for dl in read]
-    put_callbacks(trainer, state, tell=False)
-    for put_back in stay: put_back()
-
-@contextmanager
-def _model_kept(trainer):
-    "Have gradients and buffers in the end as they are now, though whoever makes batches may ask the model"
-    grads = [(p, None if p.grad is None else p.grad.clone()) for p in all_parameters(trainer)]
-    model = trainer.model
-    buffers = [x for x in model.buffers() if not is_lazy(x)] if isinstance(model, torch.nn.Module) else []
-    were = [x.clone() for x in buffers]
-    try: yield
-    finally:
-        for p,grad in grads: p.grad = grad
-        with torch.no_grad():
-            for x,was in zip(buffers, were): x.copy_(was)
-
-def _begin_anew(trainer, place):
-    "Let the loader give the pass from its beginning, since what callbacks made of its batches is made again"
-    trainer.dl.load_state_dict(place)
-    trainer._source.first = 0
-
-def _end_pass(trainer, over, stopped, own, workers):
-    "Leave the loader as it is after a whole pass, and stop if the run was stopping"
-    if stopped is not None:
-        trainer.request_stop(stopped) # There is only the end of the epoch before it
-        if not over: _leave_rest(trainer.dl)
-    elif own: _run_samplers(trainer, own, workers)
-
-# %% ../../nbs/checkpoints/20_resuming.ipynb #15767108
-def _replayed(trainer, batches, start, done):
-    "`batches` after the first `done`, which are read and dropped; the last of these; have they come in step?"
-    dl,first,in_step = trainer.dl,drawn_in(trainer),True
-    if not isinstance(dl, _HELD) and not hasattr(dl, 'load_state_dict'): warn(_READ_AGAIN.format(done))
-    with undrawn():
-        set_plain_random_state(start, strict=False)
-        rest = iter(batches)
-        for i in range(done):
-            last = next(rest, None)
-            if last is None: raise ResumeMismatch(_TOO_SHORT.format(done))
-            in_step = in_step and drawn_in(trainer) == first+i+1
-    return rest,last,in_step
-
-_READ_AGAIN = ('The training loader does not know its position, so {} batches are read again. '
-               'That is exact unless workers persist, a sampler draws from generators of its own, a loader, '
-               'sampler or dataset changes from pass to pass, a callback keeps back batches that were drawn '
-               'at random, or the loader draws while it is read, as a shuffling buffer does, and the model '
-               'or a callback draws from the same source between two batches, as dropout does; make it with '
-               '`exact_loader`, or `DataLoaders.from_dataset_dict(..., seed=...)`, to go on at once and '
-               'exactly.')
-_TOO_SHORT = 'The training loader ended before its batch {}, where the run should go on. Is it the same data?'
-
-# %% ../../nbs/checkpoints/20_resuming.ipynb #9880437b
-_OTHER_LOSS = ('The saved run had the loss `{}`, and goes on with `{}`, so its losses before and after '
-               'cannot be compared. To go on as it was, give the trainer the same `loss_func`.')
-_NO_EFFECT = ('The saved run goes on with the rates and options of its optimizer, so {} has no effect. '
-              'To change it, set it in `trainer.opt.param_groups` in a callback, or {}.')
-
-def warn_of_rates(
-    trainer, # That goes on
-    state:dict, # As `take_state` gave it
-    instead:str='rewind to the beginning', # What else could be done, for the message
-):
-    "Say that a rate or an option given now has no effect on a run that goes on, but another loss has"
-    was,loss = state.get('loss_func'),loss_of(trainer)
-    if was not in (None, loss): warn(_OTHER_LOSS.format(was, loss))
-    position,saved,now = state['position'],state.get('opt_defaults', {}),opt_defaults(trainer)
-    changed = []
-    for name,options in saved.items():
-        here = now.get(name, {})
-        others = {k: v for k,v in options.items() if k in here and _is_another(here[k], v)}
-        changed += [f'`{k}={here[k]!r}` (saved: {v!r})' for k,v in others.items()]
-    if position['lr'] != trainer.lr: changed.insert(0, f"`lr={trainer.lr:g}` (saved: {position['lr']:g})")
-    if changed: warn(_NO_EFFECT.format(', '.join(changed), instead))
-
-def _is_another(now, was): return now != was and repr(now) != repr(was) # NaN is no other than NaN

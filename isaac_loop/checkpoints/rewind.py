@@ -10,7 +10,8 @@ from fastcore.basics import patch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .resuming import between_passes, ResumingCB, start_of_pass, warn_of_rates
+from .no_effect import warn_of_rates
+from .resuming import between_passes, ResumingCB, start_of_pass
 from ..basics.checks import check_count
 from ..loop.events import Order
 from ..state.comings import go_back
