@@ -1,11 +1,15 @@
 """Every test begins with the same random numbers and without figures, whichever ran before it.
 
+Their files lie in memory where there is room for that: what the library writes it also syncs, and a disk
+takes longer for it than many a test for all else.
+
 Laws over random cases take the same cases each time, so that a failure is the fault of the change it came
 with. `make torture` tries others: `HYPOTHESIS_PROFILE=others`.
 """
 
 import gc
 import os
+import shutil
 import sys
 
 import pytest
@@ -16,6 +20,10 @@ from isaac_loop.basics.tensors import set_seed
 settings.register_profile("same", derandomize=True)
 settings.register_profile("others", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+MEMORY = "/dev/shm"  # Of Linux; in containers it may be small
+if os.path.isdir(MEMORY) and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
 @pytest.fixture(autouse=True)
