@@ -5,7 +5,8 @@
 Each library has a process of its own, in which the loop by hand and the library take turns, and the processes
 take turns as well; a ratio is that of two runs one after the other. The processes are begun anew some times,
 since how the memory of a process happens to lie makes a difference of some percent. Then come import, memory
-and start in fresh processes, the costs around the loop (`around.py`), and several processes (`several.py`).
+and start in fresh processes, the costs around the loop (`around.py`), rows from memory (`data.py`), and
+several processes (`several.py`).
 """
 
 import argparse
@@ -189,6 +190,9 @@ def measure(args):
     return found
 
 
+PARTS = ["around", "data", "several"]
+
+
 def section(module, quick):
     "What another part of the benchmark prints"
     command = [sys.executable, "-m", f"benchmarks.{module}", *(["--quick"] if quick else [])]
@@ -211,7 +215,9 @@ def main():
     parser.add_argument("--starts", type=int, default=None, help="how often the processes are begun anew")
     parser.add_argument("--works", nargs="+", default=WORKS, choices=WORKS)
     parser.add_argument("--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES)
-    parser.add_argument("--parts", nargs="*", default=["around", "several"], help="what else to measure")
+    parser.add_argument(
+        "--parts", nargs="*", default=["around", "data", "several"], help="what else to measure"
+    )
     parser.add_argument(
         "--out", default=str(Path(__file__).parent), help="folder for results.md and results.svg"
     )

@@ -1,6 +1,6 @@
 """Samples per second of a loader that reads row by row, and of the same loader from memory.
 
-    python benchmarks/data.py [--rounds 5]
+    python -m benchmarks.data [--quick]
 
 For each kind of data both loaders give the same samples in the same order, which is checked first. They run
 in turn; the least time of all rounds counts. Without workers it is processor time, with workers time on the
@@ -25,9 +25,9 @@ def to_tensors(rows):
 
 
 class Images(Dataset):
-    "20,000 images of 28 by 28 bytes, each turned into floats when it is read"
+    "Images of 28 by 28 bytes, each turned into floats when it is read"
 
-    def __init__(self, n=20_000):
+    def __init__(self, n):
         generator = torch.Generator().manual_seed(0)
         self.images = torch.randint(256, (n, 28, 28), dtype=torch.uint8, generator=generator).numpy()
         self.labels = torch.randint(10, (n,), generator=generator).tolist()
@@ -98,16 +98,19 @@ def exact_overhead(rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="passes of each loader")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    rounds, n = (1, 500) if quick else (5, 20_000)  # Passes of each loader, and images
+    torch.set_num_threads(1)
     digits = load_digits()["train"]
-    images = Images()
+    images = Images(n)
     kinds = {
         "digits, from images": digits.with_transform(to_tensors),
         "digits, tensors": stacked([*map(tuple, map(dict.values, digits.with_transform(to_tensors)))]),
-        "20,000 images of 28x28, from bytes": images,
-        "20,000 images of 28x28, tensors": stacked(images),
+        f"{n:,} images of 28x28, from bytes": images,
+        f"{n:,} images of 28x28, tensors": stacked(images),
     }
+    print("## Rows from memory, batches of 64\n")
     print("| data | loader | workers | row by row, samples/s | in memory, samples/s | ratio |")
     print("|---|---|---|---|---|---|")
     for name, dataset in kinds.items():
@@ -115,7 +118,7 @@ def main():
             for workers in (0, 2):
                 print(compare(name, dataset, seed, workers, rounds), flush=True)
     over = exact_overhead(rounds)
-    print(f"\n`exact_loader` over `DataLoader`, batches of 32, no workers: {over:+.0f} us a batch")
+    print(f"\n`exact_loader` over `DataLoader`, batches of 32, no workers: {over:+.0f} µs a batch.\n")
 
 
 if __name__ == "__main__":
