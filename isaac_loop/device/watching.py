@@ -44,7 +44,7 @@ _OTHER_WEIGHTS = ('After {where} the weights are not the same in all '
 @torch.no_grad()
 def _compare(trainer, where):
     "Have means in buffers that differ by process, and see that weights do not"
-    ranks,modules = trainer.ranks,named_modules(trainer).values()
+    ranks,modules = trainer.ranks,[*named_modules(trainer).values(), *offered(trainer, 'evaluated')]
     for x in [x for module in modules if hasattr(module, 'buffers') for x in module.buffers()]:
         if x.is_floating_point(): x.copy_(ranks.sum_in_place(x.detach().clone())/ranks.size)
     _check_changes(trainer, where)

@@ -368,6 +368,27 @@ def test_batch_norm_of_an_average_has_the_means_of_all_processes():
     assert torch.allclose(means, true, atol=0.2) and means.isfinite().all()
 
 
+LEFT_IN_THE_MODEL = {
+    "ema": lambda: [EMACB(0.9, keep=True)],
+    "swa": lambda: [SWACB(0.25, every="update", update_bn=False, keep=True)],
+    "best of an average": lambda: [EMACB(0.9), KeepBestCB()],
+}
+
+
+@pytest.mark.parametrize("name", LEFT_IN_THE_MODEL)
+def test_all_processes_end_with_the_batch_norm_of_the_average_that_was_measured(name):
+    def fit():
+        t = trainer(*LEFT_IN_THE_MODEL[name](), model=WithNorm())
+        t.fit(2, lr=0.01)
+        model, (x, y) = t.model.eval(), rows(21, 1).tensors
+        best = min(t.history.column("valid_loss")) if "best" in name else t.history[-1]["valid_loss"]
+        return model.state_dict(), abs(nn.functional.mse_loss(model(x), y).item() - best)
+
+    (first, off), (second, also_off) = in_processes(2, fit)
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+    assert max(off, also_off) < 1e-12
+
+
 # ---- Half precision
 
 
