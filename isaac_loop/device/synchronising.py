@@ -13,7 +13,7 @@ import torch
 from ..basics.settings import show_settings
 from ..basics.tensors import batch_weight, examples_at, map_tensors, n_examples
 from ..data.shared_loaders import rows_given, rows_of_all
-from .alike import named_parameters
+from .alike import named_modules, named_parameters
 from .exchange import Exchange
 from ..loop.events import CancelBatchException, CancelEpochException
 from ..loop.events import CancelFitException, CancelStepException, Order
@@ -148,6 +148,16 @@ class SeenBatch(Window):
         self.cleared,self._at_clearing = self.cleared and not (leaves and self._at_clearing),False
 
 # %% ../../nbs/device/67_synchronising.ipynb #ba25d402
+@torch.no_grad()
+def mean_buffers(
+    trainer, # In a fit
+):
+    "Have means in buffers that differ by process, also in those of an average of the weights"
+    modules = [*named_modules(trainer).values(), *offered(trainer, 'evaluated')]
+    for x in [x for module in modules if hasattr(module, 'buffers') for x in module.buffers()]:
+        if not x.is_floating_point(): continue
+        x.copy_(trainer.ranks.sum_in_place(x.detach().clone())/trainer.ranks.size)
+
 class Exchanging(SeenBatch):
     "Exchanges of all processes, and how they agree to leave"
     def meet(self, trainer):
@@ -158,6 +168,7 @@ class Exchanging(SeenBatch):
         self.run(trainer, meets=True)
         if self.agreed is not None: raise self.agreed
         self._aside,self.weight,self.done = before
+        mean_buffers(trainer)
 
     def run(self, trainer, over=False, leaves=False, meets=False):
         "One exchange, and what was agreed on with it"

@@ -9,8 +9,8 @@ __all__ = []
 import torch
 
 from ..basics.tensors import is_part
-from .alike import named_modules, named_parameters
-from .synchronising import DistributedSync, is_alone, level_of
+from .alike import named_parameters
+from .synchronising import DistributedSync, is_alone, level_of, mean_buffers
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.shared_attributes import offered
 from ..state.errors import RanksDiverged
@@ -41,12 +41,9 @@ _OTHER_WEIGHTS = ('After {where} the weights are not the same in all '
                   'processes: `{name}` differs. What changes weights must do so in every process alike; '
                   'does a callback change them by its own random numbers, or in main alone?')
 
-@torch.no_grad()
 def _compare(trainer, where):
-    "Have means in buffers that differ by process, and see that weights do not"
-    ranks,modules = trainer.ranks,[*named_modules(trainer).values(), *offered(trainer, 'evaluated')]
-    for x in [x for module in modules if hasattr(module, 'buffers') for x in module.buffers()]:
-        if x.is_floating_point(): x.copy_(ranks.sum_in_place(x.detach().clone())/ranks.size)
+    "See that weights do not differ by process"
+    ranks = trainer.ranks
     _check_changes(trainer, where)
     named = [(name, p) for name,p in named_parameters(trainer) if not is_part(p)]
     marks = [_marks(p) for _,p in named]
@@ -131,9 +128,13 @@ class DistributedWatch:
         if error is not None and not ends_pass: return self._tell(trainer, error)
         if error is not None and sync.agreed is None: self._leave_pass(trainer, error)
         sync.lockstep = False
-        if trainer.training: _compare(trainer, f'the training pass of epoch {trainer.epoch}')
+        if trainer.training: self._bring_together(trainer, f'the training pass of epoch {trainer.epoch}')
         if isinstance(error, CancelFitException) and not self._all_leave(): self._wish_to_leave(trainer)
         self._settle(trainer, in_pass=True)
+
+    def _bring_together(self, trainer, where):
+        mean_buffers(trainer)
+        _compare(trainer, where)
 
     def _leave_pass(self, trainer, error):
         "Let the others leave a training pass that this process has left"
@@ -168,6 +169,7 @@ class DistributedWatch:
         error,begun = trainer.exception,self.begun
         self.begun = False
         if is_alone(trainer): return
+        if error is None and not trainer._side_runs: mean_buffers(trainer) # An evaluation does not change any
         if error is None: return _compare(trainer, 'the fit')
         if not isinstance(error, CancelFitException): return self._tell(trainer, error)
         if not begun: return self._tell(trainer, RanksDiverged(_TOO_EARLY.format(error=error)))

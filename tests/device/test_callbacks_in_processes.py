@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 import torch
-from several import in_processes, net, outcome, rank, rows, trainer
+from several import in_processes, loaders, net, outcome, rank, rows, trainer
 from torch import nn
 
 from isaac_loop.checkpoints.best_weights import KeepBestCB
@@ -22,6 +22,7 @@ from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.device.precision import MixedPrecisionCB
+from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.inspection.black_box import BlackBoxCB
 from isaac_loop.inspection.gradients import GradientPlotCB, GradientStatsCB
 from isaac_loop.log.experiment import ExperimentCB
@@ -387,6 +388,21 @@ def test_all_processes_end_with_the_batch_norm_of_the_average_that_was_measured(
     (first, off), (second, also_off) = in_processes(2, fit)
     assert all(torch.equal(x, second[name]) for name, x in first.items())
     assert max(off, also_off) < 1e-12
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_what_is_measured_in_the_middle_of_a_pass_has_one_batch_norm_in_all_processes(average):
+    def fit():
+        check = EvaluatorCB({"mid": loaders().valid}, updates=3, at_end=False)
+        t = trainer(check, KeepBestCB("mid_loss"), *[EMACB(0.9)] * average, model=WithNorm())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "An evaluation wrote to")
+            t.fit(1, lr=0.01)
+        model, (x, y) = t.model.eval(), rows(21, 1).tensors
+        return model[1].running_mean, abs(nn.functional.mse_loss(model(x), y).item() - t.KeepBestCB.best)
+
+    (first, off), (second, also_off) = in_processes(2, fit)
+    assert torch.equal(first, second) and max(off, also_off) < 1e-12
 
 
 # ---- Half precision
