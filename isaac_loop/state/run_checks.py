@@ -13,7 +13,8 @@ from ..basics.checks import warn
 from ..data.fingerprint import data_of, differences, unchecked
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
-from .run_parts import bare, differing, further_names, loaders_of, opts_made, parts_of
+from .run_parts import bare, differing, further_names, loaders_of, opts_made
+from .run_parts import other_types, parts_of
 from .run_parts import stateful_callbacks, with_empty
 from .run_state import is_in_pass
 from .states_of_processes import _digest_of
@@ -212,7 +213,13 @@ def check_fits(
 
 def _wrong(trainer, weights, state):
     "A line for everything that would make the result wrong in any case"
-    yield from differing(weights, with_empty(bare(trainer.model), weights), 'the model')
+    model = bare(trainer.model)
+    now = with_empty(model, weights)
+    yield from differing(weights, now, 'the model')
+    yield from other_types(weights, now, model, 'the model')
+    for name,module in parts_of(trainer, nn.Module).items():
+        saved = state['modules'].get(name, {})
+        yield from other_types(saved, module.state_dict(), module, f'`trainer.{name}`')
     yield from _unlike(trainer, _saved_once(trainer, state), optim.Optimizer, 'the optimizers')
     yield from _unlike(trainer, state['modules'], nn.Module, 'the modules')
     for compare in (_groups, _lengths, _loader_kinds, _orders): yield from compare(trainer, state)

@@ -130,6 +130,24 @@ def differing(
         was,here = (_shape(tensors[name]) if name in tensors else 'not there' for tensors in (saved, now))
         if was != here and 'any' not in (was, here): yield f'{what}: `{name}` was {was}, and is {here}'
 
+_OTHER_TYPES = ('{what}: {names} had numbers of type {was}, and now of {here}. Convert before the trainer is '
+                'made, as by `.to({was})`')
+
+def other_types(
+    saved:dict, # Tensors by name
+    now:dict, # The same, of what is there
+    module, # Whose parameters are among them
+    what:str, # What to call it
+): # Yields a line for each pair of types
+    "Parameters whose numbers were of another type; buffers may change theirs in the course of a run"
+    names,found = getattr(module, 'named_parameters', dict)(),{}
+    for name in [name for name,_ in names if name in saved and name in now]:
+        types = tuple(getattr(tensors[name], 'dtype', None) for tensors in (saved, now))
+        if None not in types and len({*types}) == 2: found.setdefault(types, []).append(name)
+    for (was,here),(name,*more) in found.items():
+        names = f'`{name}`' + f' and {len(more)} more'*bool(more)
+        yield _OTHER_TYPES.format(what=what, names=names, was=was, here=here)
+
 # %% ../../nbs/state/56_run_parts.ipynb #aecf38b9
 def _empty(module, weights):
     "Buffers of `module` that are None and have a value in `weights`: the name, whose it is, and its own name"

@@ -16,6 +16,7 @@ from isaac_loop.all import (
     EarlyStoppingCB,
     KeepBestCB,
     MetricsCB,
+    MixedPrecisionCB,
     ResumeMismatch,
     RewindCB,
     Trainer,
@@ -56,6 +57,40 @@ def test_another_optimizer_is_noticed_before_a_run_goes_on(tmp_path):
     cut_off(tmp_path)
     with pytest.raises(ResumeMismatch, match="`trainer.opt`: its class was `Adam`, and is `SGD`"):
         exact_trainer(CheckpointCB(tmp_path, every=2), opt_func=optim.SGD).fit(2, 0.1, valid=False)
+
+
+@pytest.mark.parametrize("was", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("now", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("opt_func", [optim.SGD, optim.Adam])
+def test_a_model_of_another_precision_does_not_go_on(tmp_path, was, now, opt_func):
+    def trained(dtype):
+        def before_batch(trainer):
+            trainer.batch = tuple(x.to(dtype) for x in trainer.batch)
+
+        t = exact_trainer(CheckpointCB(tmp_path, every=2), before_batch, opt_func=opt_func)
+        t.model.to(dtype)
+        return t
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(was).fit(2, 0.1, callbacks=StopCB(), valid=False)
+    again = trained(now)
+    if was is now:
+        return again.fit(2, 0.1, valid=False)
+    line = (
+        f"the model: `weight` and 1 more had numbers of type {was}, and now of {now}. .* by `.to\\({was}\\)`"
+    )
+    with pytest.raises(ResumeMismatch, match=line):
+        again.fit(2, 0.1, valid=False)
+    with pytest.raises(ResumeMismatch, match=line):
+        again.load(tmp_path)
+
+
+def test_mixed_precision_may_come_and_go(tmp_path):
+    cut_off(tmp_path)
+    t = exact_trainer(CheckpointCB(tmp_path, every=2, strict=False), MixedPrecisionCB())
+    with pytest.warns(UserWarning, match="`MixedPrecisionCB` is new"):
+        t.fit(2, 0.1, valid=False)
+    assert t.n_updates == 12 and t.model.weight.dtype is torch.float32
 
 
 def test_another_rate_is_said_to_have_no_effect_on_a_run_that_goes_on(tmp_path):
