@@ -162,8 +162,16 @@ def _identity(loader):
     return {name: getattr(sampler, name) for name in names if not (sampler.whole and name == 'world_size')}
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #deb3d08c
-_OTHER_BATCHES = ('The position was saved with {was}, and the loader has {now}: every sample still comes '
-                  'once in an epoch, but in other batches, so the run will not be the same bit for bit.')
+_OTHER_BATCHES = ('The position was saved with {was}, and the loader has {now}: {comes}, so the '
+                  'run will not be the same bit for bit.')
+_STILL = 'every sample still comes once in an epoch, but in other batches'
+_LEFT_OUT = 'no sample comes twice in an epoch, but the rest that does not fill a batch is left out now'
+_COMES_NOW = 'every sample comes once in an epoch, also the rest that does not fill a batch, left out before'
+
+def _comes(others):
+    "What becomes of the samples of an epoch if it goes on in other batches"
+    if 'drop_last' not in others: return _STILL
+    return _LEFT_OUT if others['drop_last'][1] else _COMES_NOW
 
 @patch
 def load_state_dict(self:ExactLoader,
@@ -175,7 +183,7 @@ def load_state_dict(self:ExactLoader,
     check_same({name: changed[name] for name in _ORDER if name in changed}, state['samples'])
     others = {name: changed[name] for name in _BATCHES if name in changed}
     was,now = listed(others, 0),listed(others, 1)
-    if others: warn(_OTHER_BATCHES.format(was=was, now=now))
+    if others: warn(_OTHER_BATCHES.format(was=was, now=now, comes=_comes(others)))
     self._begin_epoch(state['epoch'])
     if state['samples']: self.start_at(state['samples'])
 

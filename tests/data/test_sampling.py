@@ -206,6 +206,19 @@ def test_the_sampler_serves_a_plain_loader_too():
     assert [o.tolist() for o in loader] == [[8, 1, 7, 0], [6, 9, 4, 3], [2, 5]]
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_it_is_told_what_becomes_of_the_rest_if_an_epoch_is_finished_with_another_drop_last(drops):
+    first, second = (ExactLoader(Noisy(21), 4, seed=1, drop_last=o) for o in (not drops, drops))
+    batches = iter(first)
+    seen = rows_of([next(batches), next(batches)])
+    words = "the rest that does not fill a batch is left out now" if drops else "also the rest that does not"
+    with pytest.warns(UserWarning, match=words) as caught:
+        second.load_state_dict(first.state_dict())
+    assert "still comes once" not in str(caught[0].message)
+    seen += rows_of(second)
+    assert len(set(seen)) == len(seen) == (20 if drops else 21)
+
+
 @pytest.mark.shows("F141")
 @pytest.mark.parametrize(
     "before, after",
