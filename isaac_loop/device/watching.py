@@ -9,6 +9,7 @@ __all__ = []
 import torch
 
 from ..basics.tensors import is_part
+from ..data.shared_loaders import rows_of_all
 from .alike import named_parameters
 from .synchronising import DistributedSync, is_alone, level_of, mean_buffers
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
@@ -54,6 +55,16 @@ def _compare(trainer, where):
         raise RanksDiverged(_OTHER_WEIGHTS.format(where=where, name=named[int(differs[0])][0]))
 
 # %% ../../nbs/device/68_watching.ipynb #35377419
+_ONE_ROW = ('This batch has {rows}, of which this process has a single one, and batch norm measures the '
+            'rows of its own process. Leave out a small last batch by `drop_last=True`, or let '
+            '`DistributedCB(sync_bn=True)` measure the rows of all.')
+
+def _explain(trainer, error):
+    "Note on an error that this process has too few rows for batch norm, if that is the reason"
+    is_one = 'Expected more than 1 value per channel' in str(error) and trainer.ranks.shares(trainer.dl)
+    n = rows_of_all(trainer.dl) if is_one else None
+    if n: error.add_note(_ONE_ROW.format(rows=f'{n} row{"s"*(n > 1)}'))
+
 _INTERRUPTS = KeyboardInterrupt,SystemExit
 _TOO_EARLY = ('it was left by a cancel ({error}) in `before_fit`, and the others were not all there yet to '
               'follow. Let one process leave in `before_epoch` or later, or all of them in `before_fit`')
@@ -80,7 +91,9 @@ class DistributedWatch:
         done,cleared = sync.done,sync.cleared
         sync.done = sync.cleared = False # For the next batch
         if error is None or is_alone(trainer): return
-        if not isinstance(error, CancelException): return self._tell(trainer, error)
+        if not isinstance(error, CancelException):
+            _explain(trainer, error)
+            return self._tell(trainer, error)
         if not trainer.training or not sync.lockstep or error is sync.agreed: return
         if done and not cleared: self._clear(trainer)
         meets = sync.meeting is not None and sync.meeting.awaited

@@ -94,6 +94,27 @@ def _saved_once(trainer, state):
         return any(_digest_of(opts[o]) == _digest_of(opts[name]) for o in same)
     return [name for name in opts if name in now or not is_again(name)]
 
+_CAME = '`trainer.{name}`: it was {before}, and is a module, `{kind}`, of which nothing is saved{instead}'
+_WENT = '`trainer.{name}`: it was a module, whose state is saved, and is {before} now'
+_CALLS_IT = '. To go on with it on purpose, let a function call it'
+
+def _other_modules(trainer, state):
+    "Modules beside the model that have come or gone, or have other numbers"
+    saved,now,further = state['modules'],parts_of(trainer, nn.Module),further_names(trainer, nn.Module)
+    for name in dict.fromkeys([*(o for o in saved if o not in further), *now]):
+        is_loss = name == 'loss_func'
+        before,instead = ('a function', _CALLS_IT) if is_loss else ('no module', '')
+        if name not in now: yield _WENT.format(name=name, before=before)
+        elif name not in saved:
+            yield _CAME.format(name=name, before=before, kind=type(now[name]).__name__, instead=instead)
+        else: yield from _other_numbers(saved[name], now[name], f'`trainer.{name}`')
+
+def _other_numbers(saved, module, what):
+    "Other names, shapes and types of the numbers in a module"
+    now = with_empty(module, saved)
+    yield from differing(saved, now, what)
+    yield from other_types(saved, now, module, what)
+
 # %% ../../nbs/state/64_run_checks.ipynb #6e06bcd2
 _ADDED = (' (groups that come in the course of a run, as by `add_param_group`, must be there when it '
           'begins: have `opt_func` make them all, and freeze what is to learn later)')
@@ -213,16 +234,10 @@ def check_fits(
 
 def _wrong(trainer, weights, state):
     "A line for everything that would make the result wrong in any case"
-    model = bare(trainer.model)
-    now = with_empty(model, weights)
-    yield from differing(weights, now, 'the model')
-    yield from other_types(weights, now, model, 'the model')
-    for name,module in parts_of(trainer, nn.Module).items():
-        saved = state['modules'].get(name, {})
-        yield from other_types(saved, module.state_dict(), module, f'`trainer.{name}`')
+    yield from _other_numbers(weights, bare(trainer.model), 'the model')
     yield from _unlike(trainer, _saved_once(trainer, state), optim.Optimizer, 'the optimizers')
-    yield from _unlike(trainer, state['modules'], nn.Module, 'the modules')
-    for compare in (_groups, _lengths, _loader_kinds, _orders): yield from compare(trainer, state)
+    for compare in (_other_modules, _groups, _lengths, _loader_kinds, _orders):
+        yield from compare(trainer, state)
 
 def _check_callbacks(state, now):
     "Refuse a state without a callback, and a callback without its state; nothing is lost where there is none"

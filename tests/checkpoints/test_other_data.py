@@ -442,6 +442,34 @@ def test_another_loss_is_told(first, then, words, tmp_path, recwarn):
             fit(make_run(then), 3, valid=False)
 
 
+@pytest.mark.parametrize(
+    "first, then, words",
+    [
+        (
+            F.cross_entropy,
+            nn.CrossEntropyLoss(),
+            "it was a function, and is a module, `CrossEntropyLoss`, of which",
+        ),
+        (
+            nn.CrossEntropyLoss(),
+            F.cross_entropy,
+            "it was a module, whose state is saved, and is a function now",
+        ),
+        (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.ones(3)), r"`weight` was not there, and is \(3,\)"),
+    ],
+)
+def test_a_loss_with_another_state_is_refused_in_words(first, then, words, tmp_path):
+    def make_run(loss_func):
+        dls = DataLoaders(exact_loader(points(), 8))
+        trainer = make_trainer([BasicTrainCB(), CheckpointCB(tmp_path / "run")], dls, optim.SGD)
+        trainer.loss_func = loss_func
+        return trainer
+
+    fit(make_run(first), 1, valid=False)
+    with pytest.raises(ResumeMismatch, match=f"`trainer.loss_func`: {words}"):
+        make_run(then).fit(2, valid=False)
+
+
 class CountsReadings:
     "Each row is fainter every time that it is read"
 

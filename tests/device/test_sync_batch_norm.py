@@ -51,6 +51,19 @@ def test_gradients_of_several_batches_may_be_gathered():
     check_same(run(), in_processes(2, run), 1e-12)
 
 
+@pytest.mark.parametrize("n", [9, 11])
+def test_a_share_of_one_row_is_named_where_each_process_measures_its_own(n):
+    def fit(**kwargs):
+        t = trainer(dls=loaders(n, **kwargs), model=net())
+        t.fit(1, lr=0.01, valid=False)
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        in_processes(2, fit)
+    (note,) = [o for o in caught.value.__notes__ if o.startswith(f"This batch has {n - 8} row")]
+    assert "this process has a single one" in note and "`drop_last=True`" in note and "sync_bn=True" in note
+    in_processes(2, lambda: fit(drop_last=True))
+
+
 def test_too_few_rows_at_the_end_join_the_batch_before(capfd):
     class CountCB:
         def after_batch(self, t):
