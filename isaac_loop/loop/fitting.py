@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/29_fitting.ipynb #c724ce85
-import sys
+import sys, threading
 from collections.abc import Mapping
 from contextlib import contextmanager, ExitStack, suppress
 from functools import lru_cache
@@ -226,6 +226,28 @@ class Fitting:
     __slots__ = ()
     def __reduce_ex__(self, protocol): return bool,()
 
+_IN_THREADS = ('A fit of another trainer runs in the thread `{thread}` already. Random numbers belong to the '
+               'whole process, and loaders put back their state after each batch, so both fits disturb each '
+               'other: neither has the noise, dropout and batches that it would have alone. Let one fit '
+               'follow the other, or run each in a process of its own.')
+_under_way = {} # For each fit its thread, and weakly its trainer
+
+@contextmanager
+def _known_by_thread(trainer):
+    "Note in which thread this fit runs, and say so if one of another trainer runs in another thread"
+    if not trainer._side_runs: _warn_of_threads(trainer)
+    own = threading.current_thread(),ref(trainer)
+    try:
+        _under_way[id(own)] = own
+        yield
+    finally: _under_way.pop(id(own), None)
+
+def _warn_of_threads(trainer):
+    here = threading.current_thread()
+    others = [thread for thread,of in [*_under_way.values()] if thread is not here and of() is not trainer]
+    running = [thread.name for thread in others if thread.is_alive()] # After a fork some are not
+    if running: warn(_IN_THREADS.format(thread=running[0]))
+
 @contextmanager
 def _left_tidy(trainer):
     "Leave the trainer free for another fit, however this one ends"
@@ -321,7 +343,7 @@ def one_fit(
     keep_opt:bool, # Go on with the optimizer of the last fit?
 ):
     "Have everything ready for a fit"
-    with _left_tidy(trainer), trainer.added_callbacks(callbacks):
+    with _left_tidy(trainer), _known_by_thread(trainer), trainer.added_callbacks(callbacks):
         forget(trainer, 'epoch', 'dl', 'batches', 'n_batches', 'batch_num', 'batch', 'preds', 'loss')
         trainer.n_epochs,trainer.lr,trainer.epochs = n_epochs,lr,range(n_epochs)
         trainer.history.earlier_updates += trainer.n_updates

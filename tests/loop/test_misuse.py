@@ -1,7 +1,10 @@
 "What a trainer refuses, and how it says so."
 
 import copy
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType, SimpleNamespace
 
@@ -1140,3 +1143,60 @@ def test_a_flag_that_is_an_option_or_is_read_by_its_owner_is_not_told():
 
     assert not told_by(lambda: trainer_with(cls=Option).fit(3))
     assert not told_by(lambda: trainer_with(Stops()).fit(4))
+
+
+class Waits:
+    "Has the fit wait in its first batch until somebody lets it go on"
+
+    def __init__(self):
+        self.here, self.free = threading.Event(), threading.Event()
+
+    def before_batch(self, trainer):
+        self.here.set()
+        self.free.wait(10)
+
+
+@contextmanager
+def fit_in_a_thread(trainer):
+    thread = threading.Thread(target=trainer.fit, args=(1,), name="other")
+    thread.start()
+    assert trainer.Waits.here.wait(10)
+    try:
+        yield
+    finally:
+        trainer.Waits.free.set()
+        thread.join()
+
+
+def test_a_fit_beside_one_of_another_thread_says_that_they_disturb_each_other():
+    first = trainer_with(Waits())
+    with fit_in_a_thread(first):
+        with pytest.warns(UserWarning, match="runs in the thread `other`.*disturb each other") as caught:
+            trainer_with().fit(1)
+        assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer_with().fit(1)
+
+
+class FitsInside:
+    def log(self, trainer):
+        trainer_with().fit(1)
+        with trainer.side_run() as side:
+            side.fit(1, train=False)
+
+
+def test_fits_one_after_the_other_or_one_inside_the_other_are_told_nothing_of_threads():
+    def fail(trainer):
+        raise RuntimeError("no more")
+
+    fail.__name__ = "before_batch"
+
+    def failing():
+        with pytest.raises(RuntimeError, match="no more"):
+            trainer_with().fit(1, callbacks=[fail])
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as threads:
+        warnings.simplefilter("error")
+        threads.submit(failing).result()  # Its thread lives on
+        trainer_with(FitsInside()).fit(1)
