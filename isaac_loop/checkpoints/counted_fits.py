@@ -38,6 +38,7 @@ class CountedFits:
         self.saved = False # Whether this one does, because something of it was saved
         self.wasted = None # The last that does not: a weak reference to the trainer, and the fit's number
         self.over = None # Why nothing is left to do in this one
+        self.undo = [] # Functions that undo what was done so that this one can go on
 
     def begin(self,
         trainer, # Of the new fit
@@ -53,7 +54,8 @@ class CountedFits:
         trainer, # Of the fit
         begun:bool, # Did it come as far as `begin`?
     ):
-        "Note whether this fit counts"
+        "Note whether this fit counts, and leave everything as it was before"
+        while self.undo: self.undo.pop()()
         if not (begun and (self.saved or self.over)): self.wasted = weakref.ref(trainer),trainer.history.fit
 
     def number(self, trainer): return trainer.history.fit-self.lost

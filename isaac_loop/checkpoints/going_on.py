@@ -14,6 +14,7 @@ from .counted_fits import belongs_to, why_over
 from .no_effect import warn_of_rates
 from .which_run import explain_fresh, left_before
 from ..data.generators import data_generators, PARTS
+from ..data.shared_loaders import exact_instead
 from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
 from ..state.run_checks import check_fits, data_unchecked
@@ -79,6 +80,21 @@ def tell_exchanged(trainer):
     return bool(told)
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #5f28643c
+_ORDER = ('The order of `dls.train` is that of the saved run, whose processes have drawn the seed {seed}; '
+          'make the loader with `exact_loader(..., seed=...)` to choose it.')
+
+def as_when_shared(trainer, fits, state):
+    "Have an exact loader in the place of a plain one for this fit, as when several processes shared it"
+    saved,dls = state['loaders'].get('train') or {},trainer.dls
+    plain = getattr(dls, 'train', None)
+    if not saved.get('drawn') or hasattr(plain, 'load_state_dict'): return
+    try: exact = exact_instead(plain, saved['seed'], state.get('world_size', 1))
+    except TypeError: return # It is another one, which is told
+    exact.drawn = True
+    fits.undo.append(lambda: setattr(dls, 'train', plain))
+    dls.train = exact
+    say(_ORDER.format(seed=saved['seed']))
+
 def takes_up(trainer, fits, weights, state, strict=True, mine=False):
     "Whether this fit has to do with what was saved; if so, check that it fits, and what is left to do"
     position,fit = state['position'],fits.number(trainer)
@@ -86,6 +102,7 @@ def takes_up(trainer, fits, weights, state, strict=True, mine=False):
     if whose == 'an earlier fit': return False
     fits.over = why_over(position, trainer, fit)
     if mine and not fits.over: go_back(trainer, state)
+    if not fits.over: as_when_shared(trainer, fits, state)
     if whose != 'a later fit': check_fits(trainer, weights, state, strict)
     if not fits.over: tell_what_differs(trainer, state)
     return True

@@ -153,7 +153,8 @@ _BATCHES = 'batch_size', 'drop_last', 'world_size' # What cuts it into batches
 def state_dict(self:ExactLoader)->dict: # Plain numbers
     "The position behind the last batch, and what the order depends on"
     epoch,samples = self._normal(*self._here())
-    return dict(epoch=epoch, samples=samples, **_identity(self))
+    drawn = dict(drawn=True) if self.drawn else {} # Who goes on may have to make one like it
+    return dict(epoch=epoch, samples=samples, **_identity(self), **drawn)
 
 def _identity(loader):
     "What the batches of a loader depend on; whole ones are the same for any number of processes"

@@ -159,12 +159,18 @@ def _kind_of(state):
     if state is None: return 'one that does not know its position'
     return 'one that counts samples' if 'samples' in state else 'one that replays'
 
+_SHARED = (' (where several processes share a plain loader, one that counts samples has its place; {was} '
+           'saved the run, and there are {now} now. Make it with `exact_loader`, or with '
+           '`DataLoaders.from_dataset_dict(..., seed=...)`, and any number of processes goes on)')
+
 def _loader_kinds(trainer, state):
     "A training loader that keeps its position in another way, or no longer, or only now"
     saved,now = state['loaders'].get('train'),loaders_of(trainer).get('train')
     was,here = _kind_of(saved),_kind_of(None if now is None else now.state_dict())
     matters = is_in_pass(state['position']) or None not in (saved, now)
-    if was != here and matters: yield f'`dls.train`: it was {was}, and is {here}'
+    drawn = (saved or {}).get('drawn') or getattr(now, 'drawn', False)
+    hint = _SHARED.format(was=state.get('world_size', 1), now=trainer.ranks.size) if drawn else ''
+    if was != here and matters: yield f'`dls.train`: it was {was}, and is {here}{hint}'
 
 _HALF_AN_EPOCH = 'in the middle of an epoch samples would be left out and others come twice'
 _BATCHES = 'batch_size','drop_last','sampler' # What makes the batches of a plain loader

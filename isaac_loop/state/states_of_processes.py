@@ -139,6 +139,9 @@ def _random_numbers(states, rank):
 # %% ../../nbs/state/67_states_of_processes.ipynb #b72c0a3d
 _OTHER_SIZE = ('The run was saved by {was} and goes on with {now}: each row comes once and in the same '
                'order, and results are the same up to rounding, but for what is random in each process.')
+_OTHER_ORDER = ('The run was saved by {was} and goes on with {now}: each row comes once, but in another '
+                'order than the plain loader would have drawn, so results are others. Made with '
+                '`exact_loader`, it goes on in the same order with any number of processes.')
 _MAINS_ALONE = (' Of {} all go on with what main had, so what each process counts by itself may be wrong; a '
                 'method `shared_state(states, rank, size)` could divide it.')
 
@@ -181,14 +184,20 @@ def for_this_process(
     theirs = [state_of(rank, weights, state) for rank in range(size)]
     states = [o for _,o in theirs]
     shared,mains = _shared(trainer, states)
-    if ranks.is_main: _warn(size, ranks.size, mains + _untold(trainer, states))
+    words = _OTHER_ORDER if _is_drawn_anew(trainer, state) else _OTHER_SIZE
+    if ranks.is_main: _warn(words, size, ranks.size, mains + _untold(trainer, states))
     weights = {name: _mean([tensors[name] for tensors,_ in theirs]) for name in weights}
     changed = _random_numbers(states, ranks.rank) | dict(grads=_gradients(states, ranks.rank))
     return weights, state | changed | dict(callbacks=state['callbacks'] | shared)
 
 def _processes(n): return '1 process' if n == 1 else f'{n} processes'
 
-def _warn(was, now, mains):
+def _is_drawn_anew(trainer, state):
+    "Whether the order of a plain loader, which did not tell it, is another from here on"
+    now = getattr(getattr(trainer, 'dls', None), 'train', None)
+    return getattr(now, 'drawn', False) and now.batch_sampler.shuffle and 'train' not in state['loaders']
+
+def _warn(words, was, now, mains):
     names = ', '.join(f'`{name}`' for name in mains)
-    told = _OTHER_SIZE.format(was=_processes(was), now=_processes(now))
+    told = words.format(was=_processes(was), now=_processes(now))
     warn(told + (_MAINS_ALONE.format(names) if mains else ''))

@@ -23,7 +23,8 @@ from isaac_loop.device.distributed import DistributedCB
 from isaac_loop.device.processes import _next_name
 from isaac_loop.loop.events import Order
 from isaac_loop.state.checkpoint_files import MANIFEST_FILE, Checkpoint, manifest_bytes
-from isaac_loop.state.errors import CheckpointCorrupt, CheckpointWriteFailed, RankFailed, StateOwnerMissing
+from isaac_loop.state.errors import CheckpointCorrupt, CheckpointWriteFailed, RankFailed, ResumeMismatch
+from isaac_loop.state.errors import StateOwnerMissing
 from isaac_loop.state.run_checks import check_is_run
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.stop.interrupts import InterruptCB
@@ -463,13 +464,21 @@ def test_what_other_processes_have_left_is_checked():
 # ---- begun again by a launcher
 
 
-def plain_loader_run(folder, gone=None):
+def plain_loader_run(folder, gone=None, epochs=1, every=1):
     "The order of a plain loader comes from a seed that is drawn anew in each start"
     dls = DataLoaders(DataLoader(rows(53), 8, shuffle=True))
     seen = RowsCB()
-    t = trainer(CheckpointCB(folder, every=1, keep_last=None), seen, dls=dls)
-    t.fit(1, lr=0.01, valid=False, callbacks=gone)
+    t = trainer(CheckpointCB(folder, every=every, keep_last=None), seen, dls=dls)
+    plain = dls.train
+    t.fit(epochs, lr=0.01, valid=False, callbacks=gone)
+    assert t.dls.train is plain
     return outcome(t)[0], seen.seen
+
+
+def forget_after(folder, step):
+    for old in CheckpointStore(folder, read_only=True).list():
+        if old.step > step:
+            shutil.rmtree(old.path)
 
 
 def test_a_plain_loader_goes_on_with_the_order_that_was_drawn(tmp_path):
@@ -479,6 +488,40 @@ def test_a_plain_loader_goes_on_with_the_order_that_was_drawn(tmp_path):
     (_, again), _ = in_processes(2, plain_loader_run, tmp_path)
     assert [place[:2] for place in again] == [(0, 4), (0, 5), (0, 6)]
     same_rows(whole, again)
+
+
+def test_one_process_goes_on_with_the_order_that_several_have_drawn_for_a_plain_loader(tmp_path):
+    (weights, whole), _ = in_processes(2, plain_loader_run, tmp_path, None, 2)
+    for step in (4, 7, 9):  # In an epoch, between two, and in the one that it has begun itself
+        forget_after(tmp_path, step)
+        again, rest = plain_loader_run(tmp_path, None, 2)
+        assert rest[0][:2] == divmod(step, 7) and largest(again, weights) <= 1e-12
+        same_rows(whole, rest)
+        forget_after(tmp_path, 11)
+        ((again, rest), _) = in_processes(2, plain_loader_run, tmp_path, None, 2)
+        assert largest(again, weights) <= 1e-12
+        same_rows(whole, rest)
+        plain_loader_run(tmp_path, None, 2)  # Nothing is left to do
+
+
+def test_several_processes_that_cannot_go_on_with_the_order_of_a_plain_loader_say_so(tmp_path):
+    plain_loader_run(tmp_path / "epochs", None, 2, "epoch")
+
+    def words(folder):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plain_loader_run(folder, None, 2)
+        return [str(o.message) for o in caught]
+
+    forget_after(tmp_path / "epochs", 7)
+    told = in_processes(2, words, tmp_path / "epochs")[0]
+    assert any("each row comes once, but in another order than the plain loader" in o for o in told)
+    plain_loader_run(tmp_path, None, 2)
+    forget_after(tmp_path, 4)
+    with pytest.raises(
+        ResumeMismatch, match="1 saved the run, and there are 2 now. Make it with `exact_loader`"
+    ):
+        in_processes(2, words, tmp_path)
 
 
 def test_processes_that_are_begun_again_meet_under_another_name(monkeypatch):
