@@ -573,6 +573,20 @@ MUTANTS = [
         ["test_going_on_from_every_batch_is_the_same_run"],
     ),
     Mutant(
+        "an average has the batch norm of its own process",
+        "mean_buffers",
+        ", *offered(trainer, 'evaluated')",
+        "",
+        ["test_all_processes_end_with_the_batch_norm_of_the_average_that_was_measured"],
+    ),
+    Mutant(
+        "the order that several processes have drawn is forgotten by one",
+        "as_when_shared",
+        "dls.train = exact",
+        "pass",
+        ["test_one_process_goes_on_with_the_order_that_several_have_drawn_for_a_plain_loader"],
+    ),
+    Mutant(
         "an average is saved as the weights",
         "_check_no_average",
         "if swapped: raise",
