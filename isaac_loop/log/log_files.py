@@ -47,11 +47,13 @@ class _Files:
         self.row(dict(text=text), step, 'alerts')
 
     def rows_if_ended(self, run, n_fits):
-        "How many rows of `run` each table has, if the fit after `n_fits` others has its last one; else None"
+        "How many rows of each table `run` had when the fit after `n_fits` others ended, None if it did not"
         rows = self._rows.read(run)
-        outcomes = [row.get('outcome') for table,row in rows if table == 'fits']
-        has_ended = len(outcomes) > n_fits and outcomes[n_fits] in ENDED
-        return dict(Counter(table for table,_ in rows)) if has_ended else None
+        fits = [row for table,row in rows if table == 'fits']
+        if len(fits) <= n_fits or fits[n_fits].get('outcome') not in ENDED: return None
+        end = int(fits[n_fits]['step'])
+        n_rows = Counter(table for table,row in rows if int(row.get('step') or 0) <= end)
+        return {**n_rows, 'fits': n_fits+1} # A later fit may have been killed, and left rows behind them
 
     def _file_name(self, name, step, ending):
         "A name that no other file of this run has"

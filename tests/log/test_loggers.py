@@ -636,6 +636,27 @@ def test_the_end_of_a_run_that_was_killed_when_all_was_trained_is_logged_once(ki
 
 
 @files
+def test_a_second_fit_that_was_killed_before_its_checkpoint_leaves_no_rows(kind, tmp_path):
+    "However often: the fit before it, which is complete, tells how many rows stay"
+    make, read = FILES[kind]
+
+    def two_fits(name, copied=None):
+        def after_backward(trainer):
+            if trainer.n_updates == 5 and copied:
+                shutil.copytree(tmp_path / name, tmp_path / copied)  # As a kill leaves it
+
+        log = LoggerCB(make(tmp_path / name), every=2)
+        cbs = [BasicTrainCB(), MetricsCB(show=False), log, CheckpointCB(tmp_path / name / "store")]
+        trainer = fit(make_run(cbs), 1)
+        fit(trainer, 1, callbacks=after_backward)
+
+    two_fits("whole", copied="killed")
+    two_fits("killed", copied="killed again")
+    two_fits("killed again")
+    assert without_times(read(tmp_path / "killed again")) == without_times(read(tmp_path / "whole"))
+
+
+@files
 def test_a_run_that_is_taken_back_takes_back_its_log(kind, tmp_path):
     make, read = FILES[kind]
     trainer = make_run([BasicTrainCB(), MetricsCB(show=False), RewindCB(), LoggerCB(make(tmp_path), every=2)])
