@@ -91,14 +91,33 @@ def write_jsonl(
     _append(path, ''.join(f'{line}\n' for line in lines))
 
 def _append(path, text):
-    "Append whole lines to a file at once, so that two programs may do so at the same time"
+    "Append whole lines to a file, all or none, so that two programs may do so at the same time"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     data = text.encode('utf-8', 'backslashreplace')
     with _locked(path, 'ab+') as f:
-        if f.tell():
+        _cut_half(f)
+        begin = f.seek(0, os.SEEK_END)
+        if begin:
             f.seek(-1, os.SEEK_END)
             if f.read(1) != b'\n': data = b'\n'+data # A line that broke off stays by itself
-        while data: data = data[f.write(data):]
+        try:
+            while data: data = data[f.write(data):]
+        finally:
+            if data: _take_back(f, begin)
+
+_HALVES = {} # By file: where that begins and ends which a failed write has left
+
+def _take_back(f, begin):
+    "Cut `f` to where it was before a write that failed; if that fails as well, the next write does so"
+    with suppress(OSError):
+        _HALVES[f.name] = begin,f.tell()
+        _cut_half(f)
+
+def _cut_half(f):
+    "Take away what a failed write has left, unless others have written behind it"
+    begin,end = _HALVES.get(f.name, (0, 0))
+    if begin < end == f.seek(0, os.SEEK_END): f.truncate(begin)
+    _HALVES.pop(f.name, None)
 
 def _locked(path, mode):
     "The file at `path`, open and ours until it is closed"

@@ -6,7 +6,9 @@ there, and the demo against what a person reads in a shell.
 
 import copy
 import csv
+import errno
 import inspect
+import io
 import json
 import math
 import os
@@ -31,6 +33,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
+import isaac_loop.log.row_files as row_files
 import isaac_loop.recipes.demo as demo
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
@@ -646,6 +649,36 @@ def test_a_broken_last_line_spoils_no_other(tmp_path):
     write_jsonl(path, "t", [dict(a=3)])
     lines = path.read_text().split("\n")
     assert [json.loads(lines[0])["a"], json.loads(lines[2])["a"], lines[3]] == [1, 3, ""]
+
+
+@pytest.mark.parametrize("cuts", [True, False], ids=["cut at once", "cut later"])
+@pytest.mark.parametrize("kind", ["", ".jsonl"], ids=["csv", "jsonl"])
+def test_a_disk_that_is_full_in_the_middle_of_a_line_leaves_nothing_of_it(kind, cuts, tmp_path, monkeypatch):
+    "Also where the file cannot be cut back before there is room again"
+
+    class FullDisk(io.FileIO):
+        def write(self, data):
+            if len(data) < 9:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[: len(data) // 2])
+
+        def truncate(self, size):
+            if not cuts:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().truncate(size)
+
+    def open_there(path, mode="r", **options):
+        return FullDisk(str(path), "a+") if mode == "ab+" else open(path, mode, **options)
+
+    write, read = STORES[kind]
+    path = tmp_path / f"t{kind}"
+    write(path, "t", [dict(a=1, b="first")])
+    with monkeypatch.context() as full:
+        full.setattr(row_files, "open", open_there, raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            write(path, "t", [dict(a=2, b="a text that is too long for this disk")])
+    write(path, "t", [dict(a=3, b="last")])
+    assert [(str(o["a"]), o["b"]) for o in read(path)["t"]] == [("1", "first"), ("3", "last")]
 
 
 def python(program, *args, **kwargs):
