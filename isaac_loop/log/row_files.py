@@ -13,6 +13,9 @@ from pathlib import Path
 from .file_values import as_json, beside, clean_text, plain
 from ..show.media_files import replace_file
 
+try: import fcntl
+except ImportError: fcntl = None # Windows: no lock
+
 # %% ../../nbs/log/34_row_files.ipynb #bec660bd
 def connected(
     path, # The database
@@ -92,18 +95,18 @@ def write_jsonl(
 
 def _append(path, text):
     "Append whole lines to a file, all or none, so that two programs may do so at the same time"
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    data = text.encode('utf-8', 'backslashreplace')
-    with _locked(path, 'ab+') as f:
-        _cut_half(f)
-        begin = f.seek(0, os.SEEK_END)
-        if begin:
-            f.seek(-1, os.SEEK_END)
-            if f.read(1) != b'\n': data = b'\n'+data # A line that broke off stays by itself
-        try:
-            while data: data = data[f.write(data):]
-        finally:
-            if data: _take_back(f, begin)
+    with _locked(path, 'ab+') as f: _add(f, text)
+
+def _add(f, text):
+    "Append whole lines to an open file, all or none"
+    data,begin = text.encode('utf-8', 'backslashreplace'),f.seek(0, os.SEEK_END)
+    if begin:
+        f.seek(-1, os.SEEK_END)
+        if f.read(1) != b'\n': data = b'\n'+data # A line that broke off stays by itself
+    try:
+        while data: data = data[f.write(data):]
+    finally:
+        if data: _take_back(f, begin)
 
 _HALVES = {} # By file: where that begins and ends which a failed write has left
 
@@ -120,20 +123,24 @@ def _cut_half(f):
     _HALVES.pop(f.name, None)
 
 def _locked(path, mode):
-    "The file at `path`, open and ours until it is closed"
-    for _ in range(5): # Somebody may put a new file in its place meanwhile
+    "The file at `path`, open and ours until it is closed, without what a failed write has left there"
+    if 'a' in mode: Path(path).parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(100): # Somebody may put a new file in its place meanwhile
         f = open(path, mode, buffering=0)
         _wait_for_turn(f)
         if os.path.exists(path) and os.path.samestat(os.fstat(f.fileno()), os.stat(path)): break
         f.close()
-    return open(path, mode, buffering=0) if f.closed else f
+    if f.closed: f = open(path, mode, buffering=0)
+    try: _cut_half(f)
+    except OSError:
+        f.close()
+        raise
+    return f
 
 def _wait_for_turn(f):
     "Lock `f` until it is closed, where the system can; the system unlocks it when the program is killed"
-    try: import fcntl
-    except ImportError: return
+    if fcntl is None: return
     with suppress(OSError): fcntl.flock(f, fcntl.LOCK_EX) # Some network drives have no locks
-    f.seek(0, os.SEEK_END)
 
 # %% ../../nbs/log/34_row_files.ipynb #df6b0326
 def _csv_text(rows):
@@ -158,14 +165,18 @@ def write_csv(
     "Append `rows` to a CSV file; one with a new column is written anew"
     if not rows: return
     file,rows = Path(path)/f'{table}.csv',[{clean_text(k): v for k,v in row.items()} for row in rows]
-    columns = _csv_rows(file, 1)[0] if file.exists() else []
-    new = [o for o in dict.fromkeys(k for row in rows for k in row) if o not in columns]
-    cells = [[_cell(row.get(o)) for o in columns+new] for row in rows]
-    if not new: return _append(file, _csv_text(cells))
-    old = [o + ['']*(len(columns+new)-len(o)) for o in _csv_rows(file)[1:]] if columns else []
-    _write_anew(file, _csv_text([columns+new, *old, *cells]).encode('utf-8', 'backslashreplace'))
+    with _locked(file, 'ab+') as f:
+        columns = next(iter(_csv_rows(file, 1)), [])
+        new = [o for o in dict.fromkeys(k for row in rows for k in row) if o not in columns]
+        cells = [[_cell(row.get(o)) for o in columns+new] for row in rows]
+        if not new: return _add(f, _csv_text(cells))
+        old = [o + ['']*(len(columns+new)-len(o)) for o in _csv_rows(file)[1:]]
+        _write_anew(f, file, _csv_text([columns+new, *old, *cells]).encode('utf-8', 'backslashreplace'))
 
-def _write_anew(file, data): replace_file(file, lambda part: part.write_bytes(data))
+def _write_anew(f, file, data):
+    "Put a file with `data` into the place of `file`, which is open as `f`"
+    if fcntl is None: f.close() # Windows replaces no open file
+    replace_file(file, lambda part: part.write_bytes(data))
 
 def _cell(value):
     "`value` as one cell; nothing for None"
@@ -240,13 +251,13 @@ class JSONRows:
 
     def drop(self, run, keeps):
         "Leave out those rows of `run` that `keeps(table, step)` does not want, asked in their order"
-        with _locked(self.path, 'rb') as f:
+        with _locked(self.path, 'rb+') as f:
             f.seek(0)
             lines = f.readall().splitlines(keepends=True)
             rows = [_row_of(line, run) for line in lines]
             stays = lambda row: row is None or keeps(row['table'], row.get('step'))
             kept = [line for line,row in zip(lines, rows) if stays(row)]
-            if len(kept) < len(lines): _write_anew(self.path, b''.join(kept))
+            if len(kept) < len(lines): _write_anew(f, self.path, b''.join(kept))
 
 def _row_of(line, run):
     "The row in a line of JSON if it belongs to `run`, None otherwise"
@@ -271,22 +282,25 @@ class CSVRows:
     def read(self, run, table=None):
         "Pairs of table and row, for one run, or for one table of it; values are texts"
         found = []
-        for name,(columns,*rows) in self._files(run, table).items():
-            found += [(name, dict(zip(columns, row))) for row in rows if row[:1] == [run]]
+        for file in self._files(run, table):
+            columns,*rows = _csv_rows(file)
+            found += [(file.stem, dict(zip(columns, row))) for row in rows if row[:1] == [run]]
         return found
 
     def drop(self, run, keeps):
         "Leave out those rows of `run` that `keeps(table, step)` does not want, asked in their order"
-        for name,(columns,*rows) in self._files(run).items():
-            steps = [dict(zip(columns, row)).get('step') for row in rows]
-            kept = [row for row,step in zip(rows, steps) if row[:1] != [run] or keeps(name, step)]
-            text = _csv_text([columns, *kept])
-            if len(kept) < len(rows): _write_anew(self.folder_of(run)/f'{name}.csv', text.encode())
+        for file in self._files(run):
+            with _locked(file, 'rb+') as f:
+                columns,*rows = _csv_rows(file)
+                steps = [dict(zip(columns, row)).get('step') for row in rows]
+                kept = [row for row,step in zip(rows, steps) if row[:1] != [run] or keeps(file.stem, step)]
+                text = _csv_text([columns, *kept])
+                if len(kept) < len(rows): _write_anew(f, file, text.encode())
 
     def _files(self, run, table=None):
-        "Columns and rows of all tables, or of one; files of somebody else do not begin with `run`"
-        found = {file.stem: _csv_rows(file) for file in self.folder_of(run).glob(f'{table or "*"}.csv')}
-        return {name: rows for name,rows in found.items() if rows and rows[0][:1] == ['run']}
+        "The files of all tables, or of one; those of somebody else do not begin with `run`"
+        files = self.folder_of(run).glob(f'{table or "*"}.csv')
+        return [file for file in files if [row[:1] for row in _csv_rows(file, 1)] == [['run']]]
 
 class CSVRunFolders(CSVRows):
     "Rows in a folder for each run"

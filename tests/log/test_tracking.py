@@ -18,6 +18,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import closing
 from datetime import datetime
 from functools import partial
@@ -38,7 +39,7 @@ import isaac_loop.recipes.demo as demo
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.show.progress import ProgressCB
-from isaac_loop.log.row_files import write_csv, write_jsonl, write_sqlite
+from isaac_loop.log.row_files import CSVRows, JSONRows, SQLiteRows, write_csv, write_jsonl, write_sqlite
 from isaac_loop.log.run_facts import settings, source_of
 from isaac_loop.log.tracking import TrackingCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
@@ -693,9 +694,9 @@ def python(program, *args, **kwargs):
 
 WRITE_MANY = """
 import sys
-from isaac_loop.log.row_files import write_jsonl, write_sqlite
+from isaac_loop.log.row_files import write_csv, write_jsonl, write_sqlite
 path, who = sys.argv[1:]
-write = write_jsonl if path.endswith('jsonl') else write_sqlite
+write = write_jsonl if path.endswith('jsonl') else write_sqlite if path.endswith('sqlite') else write_csv
 for i in range(60):
     rows = [{'who': who, 'i': i, f'only {who} {i//20}': 'x'*3000, 'j': j} for j in range(3)]
     write(path, 't', rows)
@@ -703,7 +704,7 @@ for i in range(60):
 
 
 @pytest.mark.shows("ISA-64")
-@pytest.mark.parametrize("kind", [".sqlite", ".jsonl"])
+@stores
 def test_several_programs_may_write_to_one_file_at_the_same_time(kind, tmp_path):
     "Rows and new columns of all, none lost and none mixed"
     path = tmp_path / f"t{kind}"
@@ -713,8 +714,28 @@ def test_several_programs_may_write_to_one_file_at_the_same_time(kind, tmp_path)
     rows = STORES[kind][1](path)["t"]
     for who in "abc":
         mine = [row for row in rows if row["who"] == who]
-        assert [(row["i"], row["j"]) for row in mine] == [(i, j) for i in range(60) for j in range(3)]
-        assert all(row[f"only {who} {row['i'] // 20}"] == "x" * 3000 for row in mine)
+        assert [(int(row["i"]), int(row["j"])) for row in mine] == [
+            (i, j) for i in range(60) for j in range(3)
+        ]
+        assert all(row[f"only {who} {int(row['i']) // 20}"] == "x" * 3000 for row in mine)
+
+
+@pytest.mark.parametrize("kind, name", [(SQLiteRows, "t.db"), (JSONRows, "t.jsonl"), (CSVRows, "t")])
+def test_what_another_run_appends_while_rows_are_dropped_stays(kind, name, tmp_path):
+    "It waits until the file is written anew"
+    rows = kind(tmp_path / name)
+    rows.append("t", [dict(run="mine", step=i) for i in range(2)])
+    other = threading.Thread(target=rows.append, args=("t", [dict(run="yours", step=7)]))
+
+    def keeps(table, step):
+        if not other.ident:
+            other.start()
+            other.join(0.2)
+        return int(step) == 0
+
+    rows.drop("mine", keeps)
+    other.join()
+    assert [int(row["step"]) for run in ("mine", "yours") for _, row in rows.read(run)] == [0, 7]
 
 
 KILLED = """
