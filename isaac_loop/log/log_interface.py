@@ -62,6 +62,7 @@ class Outlet:
     ):
         _check_log(log)
         self.log,self.name,self.failed = log,callback_name(log),failed
+        self.hides_by_step = getattr(log, 'hides_by_step', False)
         self.over = False # Has the fit ended?
         self.forget()
         row = getattr(log, 'row', None) or (log if callable(log) else None)

@@ -84,7 +84,7 @@ class LoggerCB:
         if trainer.epoch != self._reader.epoch:
             self._reader.begin_epoch(trainer.epoch)
             self._epoch_start = now
-        if trainer.training: self._mark,self._marked = now,trainer.n_updates
+        if trainer.training: self._mark,self._marked,self._saved = now,trainer.n_updates,self._n
 
     def before_batch(self, trainer):
         "Start the logs at the first batch"
@@ -108,10 +108,14 @@ class LoggerCB:
         if self._sent: self._send_arrived()
         self._send_new(trainer, step)
 
+    def after_epoch(self, trainer):
+        "Note that the pass is complete, so that a run that goes on does not send its columns again"
+        if trainer.training: self._saved = None
+
     def log(self, trainer):
         "Send the row of the epoch"
         if not self._opened: self._open(trainer)
-        step = self._n
+        step,self._saved = self._n,None
         self._send_arrived(wait=True)
         self._send_new(trainer, step, only_logged=True)
         self._newest = None
@@ -148,6 +152,7 @@ def _new_fit(self:LoggerCB, trainer):
     self._losses,self._sent = DeviceMean(),[] # Steps and rows on their way
     self._rates = None # Of the update that is due, as it was made with them
     self._newest = None # The last row of an epoch, and what was sent of it
+    self._saved = None # The step when the pass under way began or was saved, from where it may go on
     self._missing = set(self._columns or ()) # Columns that no row has had
     hidden = {*RESERVED} - {'run', 'step'} if self.every else ()
     self._reader = HistoryReader(trainer.history, hidden)
@@ -215,20 +220,22 @@ def _send_arrived(self:LoggerCB, wait=False):
         self._send({k: v.item() if torch.is_tensor(v) else v for k,v in values}, step, 'steps')
 
 @patch
-def _send(self:LoggerCB, values, step, table):
-    "Send a row to every log, and the alerts it raises; the names `run` and `step` are taken"
+def _send(self:LoggerCB, values, step, table, again=False):
+    "Send a row to every log that could drop it if it comes `again`, and alerts; `run` and `step` are taken"
     values = beside('run', beside('step', values))
     self._rows[table] = self._rows.get(table, 0)+1
-    for outlet in self._outlets: outlet.send(dict(values), step, table)
+    for outlet in self._outlets:
+        if not (again and outlet.hides_by_step): outlet.send(dict(values), step, table)
     for text in self._alerts.new(values):
         for outlet in self._outlets: outlet.alert(text, step)
 
 @patch
-def _send_new(self:LoggerCB, trainer, step, only_logged=False):
-    "Send media and columns of batches written since the last look"
+def _send_new(self:LoggerCB, trainer, step, only_logged=False, again=0):
+    "Send media and columns of batches written since the last look; those up to step `again` may come again"
     for medium in self._reader.media(trainer.history):
         for outlet in self._outlets: outlet.show(medium, step)
-    for at,values in self._reader.batches(trainer.history, only_logged): self._send(values, at, 'batches')
+    for at,values in self._reader.batches(trainer.history, only_logged):
+        self._send(values, at, 'batches', at <= again)
 
 # %% ../../nbs/log/05_loggers.ipynb #063b0d00
 @patch
@@ -270,7 +277,7 @@ def _send_rest(self:LoggerCB, trainer, step, ok):
     try: self._send_arrived(wait=True)
     except RuntimeError: # A device that has failed gives back nothing
         if ok: raise
-    self._send_new(trainer, step, only_logged=True)
+    self._send_new(trainer, step, only_logged=True, again=0 if ok else self._saved or 0)
     self._send_late_columns(step)
     seconds,(outcome,_) = time.perf_counter()-self._start+self._seconds,outcome_of(trainer)
     self._send(dict(total_seconds=seconds, n_updates=trainer.n_updates, outcome=outcome), step, 'fits')
@@ -301,6 +308,8 @@ def _lacks_end(self:LoggerCB, trainer):
 def state_dict(self:LoggerCB)->dict: # Plain types
     "Number of the run, its step, and what has been sent"
     if self._opened: self._send_arrived(wait=True)
+    if self._saved is not None: self._saved = self._n
+    elif self._opened: self._send_new(self._trainer(), self._n, only_logged=True) # They are in the history
     now = time.perf_counter()
     return dict(id=self._id, n=self._n, offset=self._offset, last=self._last, rows=dict(self._rows),
                 crossed=list(self._alerts.crossed), **self._reader.state_dict(), **self._losses.state_dict(),

@@ -20,6 +20,7 @@ from ..show.media_files import check_folder, media_file, wav_bytes
 # %% ../../nbs/log/15_trackers.ipynb #f456a780
 class TensorBoard:
     "A log in the files of TensorBoard"
+    hides_by_step = True
     def __init__(self,
         to, # A folder, made if missing, in which a second run gets one of its own; or a `SummaryWriter`
         **kwargs, # For `SummaryWriter`, such as `flush_secs`
@@ -115,6 +116,7 @@ def _wait_for_later_name(folder):
 # %% ../../nbs/log/15_trackers.ipynb #6c1a138f
 class WandB:
     "A log at Weights & Biases"
+    hides_by_step = True
     def __init__(self,
         project:str=None, # Name of the project there
         **kwargs, # For `wandb.init`, such as `mode='offline'`, `dir`, `tags`, `config`
@@ -174,6 +176,7 @@ class WandB:
 # %% ../../nbs/log/15_trackers.ipynb #716c1047
 class MLflow:
     "A log in an MLflow store"
+    hides_by_step = True
     def __init__(self,
         experiment:str='Default', # Name of the experiment; made if missing
         uri:str=None, # Of the store; default: what MLflow is set to
@@ -242,6 +245,7 @@ _KEY = re.compile(r'[^\w .:/-]+') # What MLflow allows in a name, turned round
 # %% ../../nbs/log/15_trackers.ipynb #1107c737
 class Trackio:
     "A log in Trackio"
+    hides_by_step = True
     def __init__(self,
         project:str, # Name of the project
         **kwargs, # For `trackio.init`, such as `group`, `space_id`, `auto_log_cpu`

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.averaging import EMACB
+from isaac_loop.train.clipping import ClipGradCB
 from isaac_loop.train.freezing import FreezeCB
 from isaac_loop.checkpoints.best_weights import KeepBestCB
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
@@ -954,6 +955,28 @@ class Sorts(Keep):
         if "odd" in values:
             raise self.error("no such value")
         super().row(values, step, table)
+
+
+def test_what_may_come_again_is_sent_to_logs_that_can_drop_it(tmp_path):
+    "Also when the run never goes on; the others have what came since it was saved"
+
+    class Service(Keep):
+        hides_by_step = True
+
+    def start(*more):
+        return make_run([BasicTrainCB(), ClipGradCB(1.0), LoggerCB(logs, every=2), *more])
+
+    def stop():
+        return CutCB("after_backward", lambda t: t.n_updates == 5)
+
+    logs = keep, service = Keep(), Service()
+    for more in ([], [CheckpointCB(tmp_path, every=3)]):
+        with pytest.raises(Cut):
+            fit(start(stop(), *more))
+        assert list(keep.of("batches")) == [1, 2, 4]
+        assert list(service.of("batches")) == ([4] if more else [1, 2, 4])
+        keep.rows.clear()
+        service.rows.clear()
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, OverflowError])

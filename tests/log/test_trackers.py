@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.log.loggers import LoggerCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.log.trackers import MLflow, TensorBoard, Trackio, WandB
+from isaac_loop.stop.interrupts import InterruptCB
+from isaac_loop.train.clipping import ClipGradCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.basics.tensors import set_seed
@@ -263,6 +266,31 @@ def test_the_files_of_a_resumed_run_are_read_in_the_order_in_which_they_were_wri
         log.close(True)
     assert [o.step for o in accumulated(tmp_path).Scalars("train/batch_loss")] == list(range(1, 7))
     assert len({o.name.split(".")[3] for o in tmp_path.iterdir()}) == 3  # No two of one second
+
+
+@need("tensorboard")
+@pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
+def test_columns_of_a_pass_that_was_interrupted_have_one_point_at_each_step(training, tmp_path):
+    "Those that a run which goes on sends again at the end of the pass, and those that it does not"
+
+    def before_batch(trainer):
+        if (trainer.training, trainer.epoch, trainer.batch_num) == (training, 1, 1):
+            signal.raise_signal(signal.SIGINT)
+
+    def start(*more):
+        log = LoggerCB([TensorBoard(tmp_path / "tb"), CSV(tmp_path / "csv")], every=2)
+        save = CheckpointCB(tmp_path / "store", every=4)
+        return make_run([*callbacks(), ClipGradCB(1.0), InterruptCB(), save, log, *more])
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(start(before_batch))
+    fit(start())
+    expected = [1, *range(2, 22, 2)]
+    found = accumulated(tmp_path / "tb")
+    for tag in ("train/batch_loss", "train/grad_norm"):
+        assert [o.step for o in found.Scalars(tag)] == expected, tag
+    with open(tmp_path / "csv" / "batches.csv") as f:
+        assert [int(o["step"]) for o in csv.DictReader(f)] == expected
 
 
 @need("tensorboard")
