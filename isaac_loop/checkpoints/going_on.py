@@ -118,7 +118,7 @@ def to_resume(trainer, run, fits, resume='auto', verify='sha256', strict=True, i
             _say_anew(trainer, fits.number(trainer), run.store.folder)
             if resume == 'auto' and not is_named: _warn_of_left(trainer)
             return None,None,None
-        if not fits.over: _say_where(found[1]['position'], run.where())
+        if not fits.over: _say_where(found[1]['position'], run.where(with_folder=not is_named))
         return *found,fits.over
     weights,state,fits.over = trainer.ranks.from_main(look)
     if mine and not (fits.over or trainer.ranks.is_main or state is None): go_back(trainer, state)

@@ -70,10 +70,10 @@ class RunOnDisk:
         "Note that the newest checkpoint was saved from this trainer"
         self.trainer,self.run_id = weakref.ref(trainer),run_id
 
-    def where(self):
-        "What was loaded, in words"
-        if self.store.resumed_from: return self.store.resumed_from.name
-        return short_path(self.store.loaded_from)
+    def where(self, with_folder=False):
+        "What was loaded, in words; its folder is named if it lies elsewhere, or on request"
+        if self.store.resumed_from and not with_folder: return self.store.resumed_from.name
+        return short_path(self.store.resumed_from or self.store.loaded_from)
 
 # %% ../../nbs/checkpoints/07_run_on_disk.ipynb #1297aa52
 @patch

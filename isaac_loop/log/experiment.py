@@ -22,7 +22,8 @@ from ..loop.events import CancelException, Order, callback_name
 from .log_text import LogFile, tee_streams, untee_streams
 from ..show.media_files import replace_file
 from .code_version import git_state, packages, surroundings
-from .folder_names import earlier_folder, is_empty, plain_name, read_record, take_folder
+from .folder_names import earlier_folder, is_empty, next_serial
+from .folder_names import plain_name, read_record, take_folder
 from .kept_code import archive, same_files, sources_of
 from ..state.run_folder import Experiment
 from ..basics.tables import row_text
@@ -242,6 +243,7 @@ def _keep(self:ExperimentCB):
     self._open_log()
     if not self._main: return
     n = _n_starts(self.folder)+1
+    if n == 1: self._record['serial'] = next_serial(self.folder.parent, self.experiment)
     self._file = self.folder/_numbered('run.json', n)
     how = dict(outcome='broken off', reason=f'the run went on in {self._file.name}')
     self._settle(n-1, lambda row: row['outcome'] == 'running', how)

@@ -37,10 +37,19 @@ def take_folder(parent, name, stamp):
 # %% ../../nbs/log/37_folder_names.ipynb #ed215dd6
 def earlier_folder(parent, name):
     "The newest folder of this name that has a record, or None"
+    return max(_ages(parent, name), default=(None,))[-1]
+
+def next_serial(parent, name):
+    "A number above those of all folders of this name"
+    return max(_ages(parent, name), default=(0,))[0]+1
+
+def _ages(parent, name):
+    "For each folder with a record its number, 0 if it has none yet, when that was written, and its path"
     stamped = re.compile(re.escape(name) + r'_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?')
     folders = parent.iterdir() if parent.is_dir() else ()
     found = [folder for folder in folders if stamped.fullmatch(folder.name) and (folder/'run.json').is_file()]
-    return max(found, key=lambda o: (read_record(o/'run.json').get('created', ''), o.name), default=None)
+    records = [read_record(folder/'run.json') for folder in found]
+    return [(o.get('serial', 0), o.get('created', ''), folder) for o,folder in zip(records, found)]
 
 def read_record(file):
     "What a run wrote when it was begun, or an empty dict"

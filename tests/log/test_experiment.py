@@ -850,6 +850,17 @@ def test_the_newest_folder_is_the_one_begun_last(tmp_path):
         small(ExperimentCB(tmp_path, "p", resume=tmp_path / "nothing")).fit(1)
 
 
+def test_the_newest_folder_is_the_one_begun_last_whatever_the_clock_says(tmp_path, capsys):
+    "It was set back by more than an hour between two runs, and the first went on; which it was is said"
+    first = broken_off(beginning(tmp_path)).experiment.folder
+    (first / "run.json").write_text(json.dumps(record(first) | dict(created="2999-01-01")))
+    second = broken_off(beginning(tmp_path)).experiment.folder
+    trainer = beginning(tmp_path, resume="latest")
+    trainer.fit(2)
+    assert trainer.experiment.folder == second
+    assert f"continuing from {second}/checkpoints/step-0" in capsys.readouterr().out
+
+
 @pytest.mark.processes
 @pytest.mark.shows("NEMO-60")
 def test_several_processes_share_a_time_stamp_and_each_has_a_log(tmp_path):
