@@ -6,8 +6,10 @@
 __all__ = ['TensorBoard', 'WandB', 'MLflow', 'Trackio']
 
 # %% ../../nbs/log/15_trackers.ipynb #1c1052de
-import re, tempfile, time
+import re, tempfile, threading, time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 from ..basics.checks import local_path
 from ..basics.tables import Table
@@ -57,8 +59,8 @@ class TensorBoard:
             place,suffix = self._place(run),self._kwargs.get('filename_suffix', '')
             options = {'purge_step': run['step']+1 if run['step'] else None, **self._kwargs}
             options['filename_suffix'] = f'{suffix}.{run["id"]}'
-            if options['purge_step']: _wait_for_later_name(place)
-            self.writer = SummaryWriter(place, **options)
+            with _later_name(place) if options['purge_step'] else nullcontext():
+                self.writer = SummaryWriter(place, **options)
         self._validated,self._sets = run.get('validated', ()),run.get('sets', ())
         params = flattened(run['params'])
         self._params = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k,v in params.items()}
@@ -105,13 +107,26 @@ def _description(run, params):
                        for cb in run['callbacks']])
     return f'{run["name"] or ""}\n\n{params.to_markdown()}\n\n{callbacks.to_markdown()}'
 
-def _wait_for_later_name(folder):
-    "Let this second pass if a file was begun in it"
+@contextmanager
+def _later_name(folder):
+    "Let a file that is begun inside have a later name than those in `folder`"
     # Files are read in the order of their names, which count seconds; going on drops what was read before
     times = [file.name.split('.')[3] for file in folder.glob('events.out.tfevents.*')]
     begun = max((int(o) for o in times if o.isdigit()), default=0)
     now = time.time()
     if begun == int(now): time.sleep(1.01 - now%1)
+    with _name_at(begun+1) if begun > now else nullcontext(): yield
+
+@contextmanager
+def _name_at(second):
+    "Let the name of a file that is begun inside count `second`: a clock was set back, and none can be given"
+    from tensorboard.summary.writer import event_file_writer as module
+    usual,thread,left = getattr(module, 'time', time),threading.get_ident(),[second]
+    def now(): # The name is made first; a thread that writes has the true time
+        return left.pop() if left and threading.get_ident() == thread else time.time()
+    module.time = SimpleNamespace(**{**vars(time), 'time': now})
+    try: yield
+    finally: module.time = usual
 
 # %% ../../nbs/log/15_trackers.ipynb #6c1a138f
 class WandB:

@@ -269,6 +269,23 @@ def test_the_files_of_a_resumed_run_are_read_in_the_order_in_which_they_were_wri
 
 
 @need("tensorboard")
+def test_a_clock_that_was_set_back_mixes_no_files(tmp_path):
+    "What was written before had a later name, so what came after it was read first, and hidden"
+    log, now = TensorBoard(tmp_path), int(time.time())
+    for step in (0, 2, 4):
+        log.start(dict(id="a", name="a", step=step, params={}, callbacks=[]))
+        for n in (step + 1, step + 2, step + 3):
+            log.row(dict(loss=float(step)), n)
+        log.close(True)
+        if step == 0:
+            (file,) = tmp_path.iterdir()
+            file.rename(tmp_path / file.name.replace(file.name.split(".")[3], str(now + 7200)))
+    points = accumulated(tmp_path).Scalars("train/batch_loss")
+    assert [(o.step, o.value) for o in points] == [(1, 0), (2, 0), (3, 2), (4, 2), (5, 4), (6, 4), (7, 4)]
+    assert all(abs(o.wall_time - now) < 600 for o in points)
+
+
+@need("tensorboard")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
 def test_columns_of_a_pass_that_was_interrupted_have_one_point_at_each_step(training, tmp_path):
     "Those that a run which goes on sends again at the end of the pass, and those that it does not"
