@@ -72,10 +72,14 @@ _ENDS_AT_ONCE = ('`max_mult` is {max_mult!r}, and unless it is a number above 1,
                  'end the search. Use one, such as 3.')
 
 _NOT_ONE = ('`{cb}` raises the rate of one optimizer, `trainer.opt`. This trainer has `opt_func=None`, and '
-            'its optimizers are {names}. Lend one of them to the search, by `trainer.opt = {first}` before '
-            'and `del trainer.opt` after it: its rate rises, and the others keep theirs.')
-_NO_OPT = ('`{cb}` raises the rate of `trainer.opt`. This trainer has `opt_func=None` and no optimizer yet. '
-           'Set `trainer.opt`; if a callback makes it in a fit, let one run first.')
+            'its optimizers are {names}. Lend one of them to the search: write a function '
+            '`before_epoch(trainer)` that sets `trainer.opt = {first}`, and pass it as `callbacks`. Its rate '
+            'rises, and the others keep theirs.')
+_NO_OPT = ('`{cb}` raises the rate of `trainer.opt`. This trainer has `opt_func=None`, and neither it nor a '
+           'callback has an optimizer as an attribute. Set `trainer.opt`, in `before_epoch` at the latest.')
+_NO_STEP = ('`{cb}` has raised the rate of `trainer.opt`, but that optimizer has not stepped, so the losses say '
+            'nothing of its rate. Whoever makes optimizers in `before_fit` has made new ones for the search: '
+            'set `trainer.opt` to the one that steps in `before_epoch`, by a function of that name.')
 
 def _check_opt(cb, trainer):
     "Refuse a trainer without `opt`, and say which optimizers it has"
@@ -107,15 +111,25 @@ class LRFinderCB:
         self.show = check_flag(show, 'show')
         self.lrs,self.losses = [],[]
         self._snapshot,self._alone = None,True # Alone: nobody else has taken a snapshot
+        self._stepped,self._hook = None,None # Has a lent optimizer stepped, and who tells?
 
     def before_fit(self, trainer):
-        "Remember everything, and begin at `trainer.lr`"
-        if trainer.opt_func is None: _check_opt(self, trainer)
+        "Remember everything"
         if self._alone: self._snapshot = trainer.snapshot(keep=self)
         self.lrs,self.losses = [],[]
         self._best,self._updates = math.inf,-1
         self._raised,self._n_heard = 0,0 # Updates at the last rise; batches of which the loss of all is known
-        if trainer.opt_func is None: scale_rates(trainer)
+        self._stepped = None if trainer.opt_func is None else True
+
+    def before_batch(self, trainer):
+        "Begin at `trainer.lr` with an optimizer that is lent, before the first batch"
+        if self._stepped is not None: return
+        _check_opt(self, trainer)
+        scale_rates(trainer)
+        self._stepped = not hasattr(trainer.opt, 'register_step_post_hook') # Then nobody tells
+        if not self._stepped: self._hook = trainer.opt.register_step_post_hook(self._see_step)
+
+    def _see_step(self, *_): self._stepped = True
 
     def before_epoch(self, trainer):
         "Leave out validation"
@@ -135,10 +149,13 @@ class LRFinderCB:
     def cleanup_fit(self, trainer):
         "Put everything back, show what was found, and stay as `trainer.lr_finder`"
         snapshot,self._snapshot = self._snapshot,None
+        if self._hook is not None: self._hook.remove()
+        self._hook,ended_well = None,isinstance(trainer.exception, (type(None), CancelException))
+        if snapshot: snapshot.restore()
+        if ended_well and self.losses and self._stepped is False:
+            raise RuntimeError(_NO_STEP.format(cb=callback_name(self)))
         if not snapshot: return
-        snapshot.restore()
         trainer.lr_finder = self
-        ended_well = isinstance(trainer.exception, (type(None), CancelException))
         if self.show and ended_well: self._show()
 
     def __repr__(self):

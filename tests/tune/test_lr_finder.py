@@ -369,7 +369,7 @@ class TwoOptimizersCB:
 def test_of_several_optimizers_one_is_searched_for_at_a_time():
     trainer = make_trainer(opt_func=None)
     trainer.callbacks = [TwoOptimizersCB()]
-    with pytest.raises(AttributeError, match="no optimizer yet. Set `trainer.opt`"):
+    with pytest.raises(AttributeError, match="has an optimizer as an attribute. Set `trainer.opt`"):
         trainer.lr_find()
     first, *_, last = trainer.model.parameters()
     trainer.opt_d, trainer.opt_g = optim.SGD([first], 0.1), optim.SGD([last], 0.2)
@@ -381,6 +381,37 @@ def test_of_several_optimizers_one_is_searched_for_at_a_time():
     del trainer.opt
     assert rates.seen[:2] == [(pytest.approx(1e-4), 0.1), (pytest.approx(2e-4), 0.1)]
     assert (trainer.opt_g.param_groups[0]["lr"], trainer.opt_d.param_groups[0]["lr"]) == (0.2, 0.1)
+
+
+class MakesTwoCB(TwoOptimizersCB):
+    "Makes them anew in each fit"
+
+    def before_fit(self, trainer):
+        first, *_, last = trainer.model.parameters()
+        trainer.opt_d, trainer.opt_g = optim.SGD([first], trainer.lr), optim.SGD([last], trainer.lr)
+
+
+@pytest.mark.filterwarnings("ignore:No rate")
+def test_an_optimizer_that_a_fit_makes_is_lent_when_it_has_been_made():
+    "One of an earlier fit would not step, and the search would say nothing of its rate"
+    trainer = make_trainer(opt_func=None)
+    trainer.callbacks = [MakesTwoCB()]
+    trainer.fit(1, lr=0.1)
+    trainer.opt = trainer.opt_g
+    with pytest.raises(RuntimeError, match="has not stepped.*in `before_epoch`"):
+        trainer.lr_find(1e-4, 2.0, n_batches=3)
+    del trainer.opt
+
+    def before_epoch(trainer):
+        trainer.opt = trainer.opt_g
+
+    rates = SeenCB("after_step", lambda t: (t.opt_g.param_groups[0]["lr"], t.opt_d.param_groups[0]["lr"]))
+    trainer.lr_find(1e-4, 2.0, n_batches=3, callbacks=[before_epoch, rates])
+    assert rates.seen[:2] == [
+        (pytest.approx(1e-4), pytest.approx(1e-4)),
+        (pytest.approx(2e-4), pytest.approx(1e-4)),
+    ]
+    assert not hasattr(trainer, "opt")
 
 
 def test_a_rate_that_is_a_tensor_is_noted_as_a_number():
