@@ -208,8 +208,9 @@ class Putter:
         elif type(saved) in (list, tuple): pairs = enumerate(saved)
         else: return saved
         def place(k):
-            there = k in here if isinstance(here, dict) else isinstance(here, (list, tuple)) and k < len(here)
-            return here[k] if there else _NOTHING
+            if isinstance(here, dict): return here[k] if k in here else _NOTHING
+            is_there = type(k) is int and isinstance(here, (list, tuple)) and k < len(here)
+            return here[k] if is_there else _NOTHING
         found = {k: o if type(o) in SIMPLE else self.put(place(k), o, f'{path}[{k!r}]') for k,o in pairs}
         return type(saved)(found if isinstance(saved, dict) else found.values())
 

@@ -386,6 +386,21 @@ def test_a_value_that_came_back_to_where_it_began_is_state_all_the_same(tmp_path
     stopped_and_not(tmp_path, lambda: make_trainer([BasicTrainCB(), LivesCB()]), [14], 6)
 
 
+def test_a_container_may_have_become_one_of_another_kind(tmp_path):
+    class BestCB:
+        "A list until the first batch, and a dict with a list in it afterwards"
+
+        def __init__(self):
+            self.best = []
+
+        def after_batch(self, trainer):
+            if not self.best or trainer.loss < self.best["loss"]:
+                self.best = {"loss": trainer.loss.item(), "rows": [trainer.batch_num]}
+
+    make = lambda: make_trainer([BasicTrainCB(), BestCB()])
+    stopped_and_not(tmp_path, make, [4], 2, lambda t: t.BestCB.best)
+
+
 # ---- settings, and what is told
 
 
