@@ -18,6 +18,7 @@ from torcheval.metrics import MulticlassAccuracy
 
 import runs
 from isaac_loop import Trainer, replaces, with_cbs
+from isaac_loop.basics import map_tensors
 from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, BatchTransformCB, ClipGradCB
 from isaac_loop.callbacks import DeviceCB, EMACB, MetricsCB, MixedPrecisionCB, ProgressCB
 from isaac_loop.data import DataLoaders
@@ -1067,3 +1068,20 @@ def test_what_was_found_comes_back_from_another_process():
     error = pickle.loads(pickle.dumps(CheckFailed(found)))
     assert str(error) == str(CheckFailed(found)) and [o.name for o in error.findings] == ["double_step"]
     assert str(copy.deepcopy(error)) == str(error)
+
+
+class KeepsCB:
+    "Keeps the weights of the best epoch, by a function for each tensor"
+
+    def __init__(self, keep):
+        self.keep = keep
+
+    def log(self, trainer):
+        self.weights = map_tensors(self.keep, trainer.model.state_dict())
+
+
+def test_what_is_kept_by_a_function_for_each_tensor_is_what_that_gives():
+    make = lambda keep: images_trainer([BasicTrainCB(), KeepsCB(keep)])
+    for copies in (torch.clone, lambda o: o.detach().clone()):
+        assert found_in(make(copies)) == []
+    assert found_in(make(lambda o: o.detach())) != []

@@ -115,8 +115,7 @@ class Calls(NewObjects):
         "`map_tensors`, known since it calls itself: its function is called with each tensor"
         f,x = call.args[:2]
         name = getattr(f.live, '__name__', call.name)
-        made = self.apply(unpacked(Called(name, f, NOTHING, [x | part_of(x)], {}, call.node)))
-        return made | x
+        return self.apply(unpacked(Called(name, f, NOTHING, [x | part_of(x)], {}, call.node)))
 
     def _bound(self, call):
         "A method of an object that is known"
