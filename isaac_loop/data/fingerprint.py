@@ -210,7 +210,8 @@ def reading_of(
     if not isinstance(dl, DataLoader) or hasattr(dl, 'load_state_dict'): return {}
     size = getattr(dl.batch_sampler, 'batch_size', dl.batch_size)
     drop_last = bool(getattr(dl.batch_sampler, 'drop_last', dl.drop_last))
-    return dict(batch_size=size, drop_last=drop_last, sampler=type(dl.sampler).__name__)
+    found = dict(batch_size=size, drop_last=drop_last, sampler=type(dl.sampler).__name__)
+    return found | {'num_workers': dl.num_workers} if isinstance(dl.dataset, IterableDataset) else found
 
 # %% ../../nbs/data/60_fingerprint.ipynb #57b80863
 _OTHER_ROWS = ('it has other rows, or in another order: of {n} that were looked at {differ} differ, the '

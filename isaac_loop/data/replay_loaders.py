@@ -187,7 +187,8 @@ def state_dict(self:ReplayLoader)->dict: # Plain numbers
 def _identity(self:ReplayLoader):
     "What the batches depend on"
     found = dict(seed=self.seed, batch_size=getattr(self.loader, 'batch_size', None))
-    return found | dict(num_workers=self.loader.num_workers) if _is_stream(self.loader) else found
+    is_stream = isinstance(getattr(self.loader, 'dataset', None), IterableDataset) # Its workers share it out
+    return found | {'num_workers': getattr(self.loader, 'num_workers', 0)} if is_stream else found
 
 @patch
 def load_state_dict(self:ReplayLoader,

@@ -183,8 +183,8 @@ def _changed(was, now, names):
 def _orders(trainer, state):
     "In the middle of an epoch, a training loader that would go on with other rows than those which are left"
     if not is_in_pass(state['position']): return
-    loader = loaders_of(trainer).get('train')
-    if loader is None: was,now,names = _saved_data(state, 'train'),data_of(trainer).get('train', {}),_BATCHES
+    loader,names = loaders_of(trainer).get('train'),(*_BATCHES, 'num_workers')
+    if loader is None: was,now = _saved_data(state, 'train'),data_of(trainer).get('train', {})
     else:
         was,now = state['loaders'].get('train') or {},loader.state_dict()
         names = ('seed', 'n', 'shuffle') if 'samples' in was else ('seed', 'batch_size', 'num_workers')

@@ -20,6 +20,7 @@ from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.data.fingerprint import rows_of
+from isaac_loop.data.replay_loaders import ReplayLoader
 from isaac_loop.state.errors import ResumeMismatch, StateOwnerMissing
 from isaac_loop.state.store import CheckpointStore
 from runs import Cut, CutCB, Rows, callbacks, fit, make_loaders, make_trainer, same, tree
@@ -270,6 +271,16 @@ def stream_of_points(num_workers):
     return exact_loader(Stream(points()), 8, num_workers=num_workers)
 
 
+class OwnLoader(DataLoader):
+    "One of a user's class"
+
+
+def plain_streams(num_workers):
+    "The same stream, read by loaders of three kinds"
+    loaders = [kind(Stream(points()), 8, num_workers=num_workers) for kind in (DataLoader, OwnLoader)]
+    return [*loaders, ReplayLoader(loaders[1])]
+
+
 def test_another_order_in_the_middle_of_an_epoch_is_refused_even_if_it_need_not_be_strict(tmp_path):
     "The weights are still those of the script"
 
@@ -284,6 +295,7 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused_even_if_it_need_not_
         (exact_loader(points(), 8, seed=1), exact_loader(points(), 8, seed=2), "`seed` was 1, and is 2"),
         (batches_of(points()), batches_of(points(), batch_size=9), "`batch_size` was 8"),
         (stream_of_points(0), stream_of_points(2), "`num_workers` was 0, and is 2"),
+        *((a, b, "`num_workers` was 0, and is 2") for a, b in zip(plain_streams(0), plain_streams(2))),
     ]:
         with pytest.raises(Cut):
             fit(make_run(first), 1, valid=False, callbacks=CutCB("before_batch", lambda t: t.n_updates == 3))
