@@ -230,17 +230,18 @@ def _check_no_target(trainer, is_none):
 
 # %% ../../nbs/data/40_augmentation.ipynb #09dd3e01
 _NO_SHARE = '`{name}` is {value!r}, but it is a share of the whole. Use a number above 0 and up to 1.'
-_NEVER_FULL = ('`{cb}` gives this fit no images of full size: in its last epoch their sides are {share:.0%} '
-               'of what validation measures, and of what the model will see later. {mend}')
+_NEVER_FULL = ('`{cb}` gives this fit no images of full size: in its last epoch they have {small} pixels '
+               'instead of the {full} that validation measures, and that the model will see later. {mend}')
 _ONE_EPOCH = 'Train for two epochs or more, or leave it out.'
 _TO_THE_END = 'Use an `until` below 1, such as 0.75.'
 
 class ProgressiveResizeCB:
     "Begin with small images and let them grow"
     order = Order.DATA
-    stateless = '_scale'
+    stateless = '_scale','_last'
     on_valid = False # Validation is about images as they are
-    _scale = 1.
+    _scale = None # That of `start`, as no fit has begun
+    _last = 1. # What the last epoch comes to, until the first batch has been asked about it
     __repr__ = show_settings
     def __init__(self,
         start:float=0.5, # Height and width in the first epoch, as a share of the full ones
@@ -254,12 +255,9 @@ class ProgressiveResizeCB:
         self.multiple = check_count(multiple, 'multiple', 'pixels are counted')
 
     def before_fit(self, trainer):
-        "Say so if images never have their full size"
-        n,trains = trainer.n_epochs,trainer.updates_per_epoch != 0
-        last = self._scale_at(n-1, n) if n and trains and not trainer._side_runs else 1
-        if last == 1: return
-        mend = _ONE_EPOCH if n == 1 else _TO_THE_END
-        warn(_NEVER_FULL.format(cb=callback_name(self), share=last, mend=mend))
+        "Look how far the last epoch comes"
+        n = trainer.n_epochs
+        if not trainer._side_runs: self._last = self._scale_at(n-1, n) if n else 1.
 
     def before_epoch(self, trainer):
         "Choose this epoch's size; a run on the side has that of the moment"
@@ -271,15 +269,28 @@ class ProgressiveResizeCB:
         return min(1., self.start + (1-self.start)*epoch/whole)
 
     def before_batch(self, trainer):
-        "Make the images smaller"
-        if self._scale < 1: trainer.batch = with_inputs(trainer, self._resize)
+        "Make the images smaller; the first ones tell whether any will have their full size"
+        scale = self.start if self._scale is None else self._scale
+        if scale == 1: return
+        trainer.batch = with_inputs(trainer, partial(self._resized, trainer, scale))
+        if not trainer._side_runs: self._last = 1.
 
-    def _resize(self, t):
+    def _resized(self, trainer, scale, t):
         if t.ndim != 4 or not t.is_floating_point(): return t # Not images
-        size = [self._smaller(side) for side in t.shape[-2:]]
-        return F.interpolate(t, size, mode='bilinear', antialias=True)
+        full = list(t.shape[-2:])
+        if self._last < 1 and not trainer._side_runs: self._tell_of_last(trainer, full)
+        return F.interpolate(t, self._smaller(full, scale), mode='bilinear', antialias=True)
 
-    def _smaller(self, side):
-        "The height or width of this epoch"
-        multiples = max(1, round(side*self._scale/self.multiple))
-        return min(side, multiples*self.multiple)
+    def _tell_of_last(self, trainer, full):
+        "Say so if images never have their full size"
+        small = self._smaller(full, self._last)
+        if small == full: return
+        self._last = 1. # Once is enough
+        mend = _ONE_EPOCH if trainer.n_epochs == 1 else _TO_THE_END
+        sizes = dict(full='×'.join(map(str, full)), small='×'.join(map(str, small)))
+        warn(_NEVER_FULL.format(cb=callback_name(self), mend=mend, **sizes))
+
+    def _smaller(self, full, scale):
+        "Height and width that are a share of the full ones"
+        multiples = [max(1, round(side*scale/self.multiple)) for side in full]
+        return [min(side, n*self.multiple) for side,n in zip(full, multiples)]

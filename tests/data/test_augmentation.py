@@ -7,6 +7,7 @@ is being worked on.
 
 import copy
 import dataclasses
+import warnings
 from collections import OrderedDict, namedtuple
 from functools import partial
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ from isaac_loop.data.mixtures import CutMixCB, MixUpCB
 from isaac_loop.data.random_patches import RandCopy, RandErase
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.models.small_models import SimpleNet
+from isaac_loop.recipes.demo import digit_loaders
 from isaac_loop.train.averaging import SWACB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
@@ -625,6 +628,48 @@ def test_images_that_never_have_their_full_size_are_told_of(until, n_epochs, tol
     model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
     with pytest.warns(UserWarning, match=f"`ProgressiveResizeCB` gives this fit no images of full.*{told}"):
         run([ProgressiveResizeCB(until=until)], n_epochs=n_epochs, model=model)
+
+
+@pytest.mark.parametrize(
+    "until, n_epochs, multiple, side, told",
+    [
+        (1.0, 8, 1, 32, "30×30 pixels instead of the 32×32"),
+        (1.0, 8, 16, 32, None),
+        (0.75, 1, 16, 32, "16×16 pixels instead of the 32×32"),
+        (0.75, 1, 8, 8, None),
+    ],
+)
+def test_images_that_multiples_make_full_are_not_told_of(until, n_epochs, multiple, side, told):
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
+    batches = [(torch.zeros(2, 1, side, side), torch.zeros(2, dtype=torch.long))] * 2
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        resize = ProgressiveResizeCB(until=until, multiple=multiple)
+        trainer = run([resize], batches, n_epochs=n_epochs, model=model)
+    assert (trainer.SeenCB.train[-1][0].shape[-1] == side) == (not told)
+    assert [told in str(o.message) for o in found] == [True] * bool(told)
+
+
+def test_a_run_on_the_side_before_a_fit_has_the_smallest_images():
+    trainer = Trainer(
+        digit_loaders(seed=1),
+        F.cross_entropy,
+        optim.Adam,
+        SimpleNet(64, 16, 10),
+        [BasicTrainCB(), ProgressiveResizeCB(0.5)],
+    )
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainer.check(batches=3)
+
+
+def test_a_run_on_the_side_after_a_fit_has_images_of_the_size_that_the_fit_has_come_to():
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, N_CLASSES))
+    with pytest.warns(UserWarning, match="`until` below 1"):
+        trainer = run([ProgressiveResizeCB(until=1.0)], n_epochs=4, model=model)
+    seen = SeenCB()
+    with trainer.side_run(callbacks=[seen]):
+        trainer.fit(1, valid=False)
+    assert {o[0].shape[-1] for o in seen.train} == {5}
 
 
 def test_an_average_is_measured_on_images_of_the_size_that_the_last_epoch_had():
