@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import OrderedDict, UserDict, defaultdict
 from contextlib import redirect_stdout
 from itertools import combinations
 
@@ -366,6 +367,70 @@ def named_trainer(first):
 )
 def test_metrics_of_named_predictions_and_of_several_targets_are_those_of_the_trainer(first, monkeypatch):
     both(lambda: named_trainer(first), monkeypatch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    logits: torch.Tensor
+    n_seen: int
+    largest: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "largest", self.logits.amax(1))
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+def held_in(kind, logits):
+    "Predictions in a mapping or a dataclass"
+    if kind is Logits:
+        return Logits(logits, len(logits))
+    return kind(list, logits=logits) if kind is defaultdict else kind(logits=logits)
+
+
+class HeldPreds(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 2), kind
+
+    def forward(self, x):
+        return held_in(self.kind, self.linear(x))
+
+
+def right_in_numpy(preds, targets):
+    return (preds["logits"].numpy().argmax(1) == targets.numpy()).mean()
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, defaultdict, UserDict, Logits])
+def test_predictions_of_any_structure_are_measured_without_their_graph(kind, monkeypatch):
+    def make():
+        set_seed(3)
+        batches = [(torch.randn(n, 4), torch.randint(2, (n,))) for n in (5, 3)]
+        callbacks = [BasicTrainCB(), MetricsCB(right=right_in_numpy, train_metrics=True)]
+        model = HeldPreds(kind)
+        return Trainer(DataLoaders(batches, batches), loss_of_named, optim.SGD, model, callbacks)
+
+    both(make, monkeypatch)
+
+
+def without_graph(preds, targets):
+    return right_in_numpy(preds, targets)
+
+
+def Mapping(preds, targets):
+    return 0.5
+
+
+def test_metrics_may_be_called_as_what_a_script_defines_and_imports(monkeypatch):
+    def make():
+        set_seed(3)
+        batches = [(torch.randn(n, 4), torch.randint(2, (n,))) for n in (5, 3)]
+        callbacks = [BasicTrainCB(), MetricsCB(right=without_graph, half=Mapping, train_metrics=True)]
+        model = HeldPreds(dict)
+        return Trainer(DataLoaders(batches, batches), loss_of_named, optim.SGD, model, callbacks)
+
+    both(make, monkeypatch)
 
 
 def test_targets_that_leave_open_how_many_examples_there_are_are_refused():

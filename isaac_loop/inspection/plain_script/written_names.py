@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/15_written_names.ipynb #d3e26f30
+import re
 from functools import partial
 
 from fastcore.basics import patch
@@ -28,8 +29,7 @@ def definition(self:Writing, name, text)->str: # Its name in the script
         new = self.names.of(key, name)
         self.own_names.add(new)
         self.note('name', new)
-        text = text.strip().replace(f'def {name}(', f'def {new}(').replace(f'class {name}:', f'class {new}:')
-        self.sources.definitions[new] = text
+        text = self.sources.definitions[new] = re.sub(rf'\b{name}\b', new, text.strip())
         if 'math.' in text: self.sources.imports['import math'] = None
         if 'torch.' in text: self.sources.imports['import torch'] = None
     return self.names.given[key]

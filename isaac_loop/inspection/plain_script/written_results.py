@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #1a765c48
-import copy
+import copy, dataclasses, re
+from collections.abc import Mapping
 
 import torch
 
@@ -74,17 +75,25 @@ _OF_SEVERAL = _MEAN_OF.replace('''        n = len(targets[0])
 ''')
 _WITHOUT_GRAPH = '''
 def without_graph(x):
-    "Predictions without their graph: a tensor, or dicts, lists and tuples of some"
+    "Predictions without their graph: a tensor, or what holds some"
     if torch.is_tensor(x):
         return x.detach()
-    if isinstance(x, dict):
-        return type(x)({key: without_graph(value) for key, value in x.items()})
+    if isinstance(x, Mapping):
+        items = {key: without_graph(value) for key, value in x.items()}
+        try:
+            return type(x)(items)
+        except TypeError:
+            return items
     if isinstance(x, tuple) and hasattr(x, '_fields'):
         return type(x)(*map(without_graph, x))
     if isinstance(x, (list, tuple)):
         return type(x)(map(without_graph, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        names = [field.name for field in dataclasses.fields(x) if field.init]
+        return dataclasses.replace(x, **{name: without_graph(getattr(x, name)) for name in names})
     return x
 '''
+_OF_WITHOUT_GRAPH = dict(Mapping=Mapping, dataclasses=dataclasses)
 
 _ROWS = ('the targets of a batch have {rows} rows, and how many examples `{name}` counts depends on the '
          'predictions as well', 'Measure it by a metric with `update`, `compute` and `reset`')
@@ -165,10 +174,17 @@ class Metrics(Lines):
         preds = 'preds'
         if w.training and self._of(True):
             self.torch()
-            preds = f'{w.definition("without_graph", _WITHOUT_GRAPH)}(preds)'
+            preds = f'{self._without_graph()}(preds)'
         for name in self._of(w.training):
             text += f'{self._variable(name, w.training)}.update({preds}{w.targets()})\n'
         return text
+
+    def _without_graph(self):
+        "A function, in the names that the script has for what it needs"
+        brought = [self.w.sources.bring(name, o) for name,o in _OF_WITHOUT_GRAPH.items()]
+        text = _WITHOUT_GRAPH
+        for name,new in zip(_OF_WITHOUT_GRAPH, brought): text = re.sub(rf'\b{name}\b', new, text)
+        return self.w.definition('without_graph', text)
 
     def _weight(self):
         "What the loss of a batch weighs"
