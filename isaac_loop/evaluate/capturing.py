@@ -23,6 +23,7 @@ from .shared_evaluation import first_row, from_all
 from .values import shapes
 from ..loop.callback_list import who_left
 from ..loop.events import Order, callback_name
+from ..loop.handlers import has_own_batch
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
 from ..metrics.losses import ended_in_error, has_no_rows
@@ -163,8 +164,9 @@ def _example_losses(trainer):
     with kept(), same_random():
         return loss_per_example(trainer.loss_func, trainer.preds, *targets, around=kept).detach()
 
-_NO_LOSSES = ('`{cb}` has no losses for the examples of batch {n}, and those of another batch would be '
-              'wrong. They are computed before `get_loss`, which did not come.{who}')
+_NO_LOSSES = ('`{cb}` has no losses for the examples of batch {n}, so some would be missing in the end. They '
+              'are computed before the event `get_loss`, which did not come.{mend}')
+_OWN_BATCH = " Let `{}.one_batch` have the loss computed by `self.run_callbacks('get_loss')`."
 
 @old_words
 class CapturePredsCB(CapturedParts):
@@ -222,8 +224,9 @@ class CapturePredsCB(CapturedParts):
     def _tell_of_none(self, trainer):
         "Refuse a batch whose losses were not computed"
         if self._failed is not None: raise self._failed
-        name,who = callback_name(self),who_left(trainer, 'loss')
-        raise RuntimeError(_NO_LOSSES.format(cb=name, n=trainer.batch_num, who=who))
+        own = _OWN_BATCH.format(type(trainer).__name__) if has_own_batch(trainer) else ''
+        mend = who_left(trainer, 'loss') or own
+        raise RuntimeError(_NO_LOSSES.format(cb=callback_name(self), n=trainer.batch_num, mend=mend))
 
     def cleanup_batch(self, trainer):
         "Count the examples, also of a batch that was skipped"

@@ -44,6 +44,7 @@ from isaac_loop.evaluate.evaluation import DropoutOnCB
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelFitException
 from isaac_loop.loop.events import CancelStepException, Order
 from isaac_loop.basics.tensors import set_seed
+from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
 
 
@@ -56,10 +57,10 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
-def make_trainer(callbacks=(), data=None, loss_func=F.cross_entropy, model=None, **loader):
+def make_trainer(callbacks=(), data=None, loss_func=F.cross_entropy, model=None, cls=Trainer, **loader):
     data = make_data() if data is None else data
     dls = DataLoaders(DataLoader(data, 8, shuffle=True), DataLoader(data, 8, **loader))
-    return Trainer(
+    return cls(
         dls, loss_func, optim.Adam, make_model() if model is None else model, [BasicTrainCB(), *callbacks]
     )
 
@@ -653,6 +654,26 @@ def test_a_batch_whose_loss_is_left_out_does_not_get_the_losses_of_the_batch_bef
     trainer = make_trainer([LeavesOutCB(), capture := CapturePredsCB()])
     trainer.fit(1)
     assert len(capture.result()) == 22
+
+
+def test_a_batch_of_ones_own_that_computes_the_loss_without_its_event_is_told_how():
+    class OwnBatch(Trainer):
+        runs_event = False
+
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            self.run_callbacks("predict")
+            if self.runs_event:
+                self.run_callbacks("get_loss")
+            else:
+                self.loss = self.loss_func(self.preds, self.batch[-1])
+
+    trainer = make_trainer(cls=OwnBatch)
+    told = r"of batch 0, so(.|\n)*`OwnBatch.one_batch`(.|\n)*`self.run_callbacks\('get_loss'\)`"
+    with pytest.raises(RuntimeError, match=told):
+        trainer.get_preds(with_loss=True)
+    trainer.runs_event = True
+    assert len(trainer.get_preds(with_loss=True).losses) == 22
 
 
 def test_losses_that_cannot_be_taken_apart_say_so():
