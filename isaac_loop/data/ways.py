@@ -22,7 +22,7 @@ from ..loop.trainer import Trainer
 
 # %% ../../nbs/data/53_ways.ipynb #20e1df82
 LIBRARIES = {'torch', 'datasets', 'pyarrow', 'pandas', 'PIL', 'numpy', 'builtins', 'multiprocessing',
-              'threading', '_thread', 'logging', 'io', 'isaac_loop'}
+             'threading', '_thread', 'logging', 'io', 'isaac_loop'}
 _ENDS = str,bytes,int,float,complex,type(None),torch.Tensor,Trainer
 HELD = list,tuple,dict,set,frozenset,deque
 CODE = type,FunctionType,MethodType,BuiltinMethodType
