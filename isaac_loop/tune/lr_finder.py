@@ -77,8 +77,8 @@ _NOT_ONE = ('`{cb}` raises the rate of one optimizer, `trainer.opt`. This traine
             'rises, and the others keep theirs.')
 _NO_OPT = ('`{cb}` raises the rate of `trainer.opt`. This trainer has `opt_func=None`, and neither it nor a '
            'callback has an optimizer as an attribute. Set `trainer.opt`, in `before_epoch` at the latest.')
-_NO_STEP = ('`{cb}` has raised the rate of `trainer.opt`, but that optimizer has not stepped, so the losses say '
-            'nothing of its rate. Whoever makes optimizers in `before_fit` has made new ones for the search: '
+_NO_STEP = ('`{cb}` has raised the rate of `trainer.opt`, but that optimizer has not stepped, so the losses '
+            'say nothing of its rate. Whoever makes optimizers in `before_fit` has made new ones for the search: '
             'set `trainer.opt` to the one that steps in `before_epoch`, by a function of that name.')
 
 def _check_opt(cb, trainer):
@@ -152,7 +152,7 @@ class LRFinderCB:
         if self._hook is not None: self._hook.remove()
         self._hook,ended_well = None,isinstance(trainer.exception, (type(None), CancelException))
         if snapshot: snapshot.restore()
-        if ended_well and self.losses and self._stepped is False:
+        if ended_well and self._raised and self._stepped is False:
             raise RuntimeError(_NO_STEP.format(cb=callback_name(self)))
         if not snapshot: return
         trainer.lr_finder = self

@@ -412,6 +412,9 @@ def test_an_optimizer_that_a_fit_makes_is_lent_when_it_has_been_made():
         (pytest.approx(2e-4), pytest.approx(1e-4)),
     ]
     assert not hasattr(trainer, "opt")
+    assert len(trainer.lr_find(n_batches=1, callbacks=before_epoch).lrs) == 1, (
+        "and so it may end before a step"
+    )
 
 
 def test_a_rate_that_is_a_tensor_is_noted_as_a_number():
