@@ -78,8 +78,8 @@ _NOT_ONE = ('`{cb}` raises the rate of one optimizer, `trainer.opt`. This traine
 _NO_OPT = ('`{cb}` raises the rate of `trainer.opt`. This trainer has `opt_func=None`, and neither it nor a '
            'callback has an optimizer as an attribute. Set `trainer.opt`, in `before_epoch` at the latest.')
 _NO_STEP = ('`{cb}` has raised the rate of `trainer.opt`, but that optimizer has not stepped, so the losses '
-            'say nothing of its rate. Whoever makes optimizers in `before_fit` has made new ones for the search: '
-            'set `trainer.opt` to the one that steps in `before_epoch`, by a function of that name.')
+            'say nothing of its rate. Whoever makes optimizers in `before_fit` has made new ones for the '
+            'search: set `trainer.opt` to the one that steps in `before_epoch`, by a function of that name.')
 
 def _check_opt(cb, trainer):
     "Refuse a trainer without `opt`, and say which optimizers it has"
