@@ -776,7 +776,7 @@ def test_names_that_an_earlier_version_has_saved_for_one_part_are_taken_for_one(
     with pytest.raises(ResumeMismatch, match="the optimizers: saved were .*'opt2'"):
         check_fits(trainer, weights, other)
     state["modules"]["net"] = dict(weights)
-    with pytest.raises(ResumeMismatch, match="the modules: saved were .*'teacher'"):
+    with pytest.raises(ResumeMismatch, match="`trainer.teacher`: it was a module"):
         check_fits(trainer, weights, state)
     trainer.opt2, trainer.teacher, trainer.net = trainer.opt, trainer.critic, trainer.model
     check_fits(trainer, weights, state)
