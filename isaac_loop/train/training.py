@@ -13,6 +13,7 @@ from ..basics.checks import check_count
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelFitException, Order
 from ..loop.passes import inputs_of, targets_of
+from .clearing import forget_gradients, only_forgets
 from .closures import needs_closure, plain_steps, refuse_closure, step_with_closure
 from .failed_steps import reasons
 
@@ -41,7 +42,9 @@ class BasicTrainCB:
 
     def zero_grad(self, trainer):
         "Clear the gradients"
-        trainer.opt.zero_grad()
+        opt = trainer.opt
+        if only_forgets(opt): forget_gradients(opt)
+        else: opt.zero_grad()
 
     def explain(self,
         trainer, # In which a step has failed
