@@ -28,6 +28,7 @@ LIBRARIES = ["by_hand", "ours", "flat_prototype", *PEERS]
 WORKS = ["tiny", "typical", "cnn", "tutorial", "guarded"]
 QUICK = dict(tiny=50, typical=50, cnn=10, tutorial=2, guarded=50)
 N_HOOKS, BY_HAND, OURS = 10, "by hand", ("isaac_loop", "flat prototype")
+OFTEN = {("cnn", name): 5 for name in (BY_HAND, *OURS, "isaac_loop compiled")}  # Pairs a round; otherwise one
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
 ENV.pop("PYTHONDONTWRITEBYTECODE", None)  # Installed packages have been compiled once; so is this one
 
@@ -102,9 +103,11 @@ def in_order(answer, n_round):
 def measure_pairs(found, running, work, rounds, n):
     "Each library against the loop by hand, pair by pair"
     todo = [(worker, name) for worker in running for name, works in worker.variants.items() if work in works]
-    for n_round in range(-1, rounds):  # The first pair warms up
-        for worker, name in random.sample(todo, len(todo)):
-            answer = in_order(worker.ask(do="pair", work=work, n=n, turn=turn(name, n_round)), n_round)
+    todo = [(*one, turn_no) for one in todo for turn_no in range(OFTEN.get((work, one[1]), 1))]
+    for n_round in range(-1, rounds):  # The first pairs warm up
+        for worker, name, turn_no in random.sample(todo, len(todo)):
+            n_pair = n_round + turn_no
+            answer = in_order(worker.ask(do="pair", work=work, n=n, turn=turn(name, n_pair)), n_pair)
             if n_round >= 0 or "error" in answer:
                 found.add(found.pairs, (name, work), answer, f"{name}, {work}")
         say(f"{work}: round {n_round + 1} of {rounds}")
@@ -142,11 +145,16 @@ def measure_fresh(found, modules, rounds, n):
         say(f"{module}: fresh processes")
 
 
+TRAINER, BASIS = "isaac_loop.loop.trainer", "torch and fastcore"
+COMPARED = (BY_HAND, OURS[0], TRAINER, BASIS)  # In the line below the table
+
+
 def measure_imports(found, statements, rounds):
     "Seconds of imports in fresh interpreters, in turn"
     code = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
-    for n_round in range(-1, rounds):  # The first writes bytecode, where there is none yet
-        for name, statement in statements.items():
+    compared = {name: o for name, o in statements.items() if name in COMPARED}
+    for n_round in range(-1, 3 * rounds):  # The first writes bytecode, where there is none yet
+        for name, statement in (statements if n_round < rounds else compared).items():
             command = [sys.executable, "-W", "ignore", "-c", code.format(statement)]
             done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
             if done.returncode:
@@ -166,8 +174,7 @@ def facts_of(module):
 def statements(modules):
     "What to import for each library"
     found = {name: statement for name, statement, _ in map(facts_of, modules) if statement}
-    ours = "import isaac_loop.loop.trainer"
-    return found | {"isaac_loop.loop.trainer": ours, "torch and fastcore": "import torch, fastcore.all"}
+    return found | {TRAINER: f"import {TRAINER}", BASIS: "import torch, fastcore.foundation"}
 
 
 def measure(args):

@@ -109,26 +109,12 @@ class Noted:
         return all(map(_leads_nowhere, filter(None, self.containers(now)))) # An empty one leads nowhere
 
 # %% ../../nbs/data/56_generator_search.ipynb #fde31c25
+def _failed(): "Stands for what an object holds that fails when it is asked"
+
 def _asked(x):
-    "What `x` holds; None if it fails when it is asked"
+    "What `x` holds"
     try: return _held_by(x)
-    except Exception: return None
-
-class _Way:
-    "What an object has led to"
-    def __init__(self, x):
-        self.x,self.kind,self.ask = x,type(x),_asker_of(type(x))
-        held = _asked(x)
-        own = vars(x) if held is not None and issubclass(type(x), nn.Module) else {}
-        dicts = [own[name] for name in OF_MODULES if isinstance(own.get(name), dict)] # A module keeps these
-        self.noted = None if held is None else Noted(held, set(map(id, dicts)))
-
-    def is_as_before(self):
-        "Whether the object leads to the same"
-        if type(self.x) is not self.kind: return False
-        try: now = self.ask(self.x)
-        except Exception: now = None
-        return self.noted is now if self.noted is None or now is None else self.noted.is_like(now)
+    except Exception: return [_failed]
 
 def _is_fixed(x):
     "Whether `x` always leads to the same"
@@ -136,16 +122,21 @@ def _is_fixed(x):
     is_known = type(x) is FunctionType and package_of(x) in KNOWN
     return is_known or type(x) in (tuple, frozenset, MethodType, BuiltinMethodType)
 
-def _ways_over(met):
-    "The ways from objects that may lead elsewhere"
+def _not_fixed(met):
+    "Those that may lead elsewhere"
     fixed = [x for x in met if _is_fixed(x)]
-    in_fixed = {id(part) for x in fixed for part in _asked(x) or ()} # Those ask nobody
+    in_fixed = {id(part) for x in fixed for part in _asked(x)} # Those ask nobody
     is_asked = lambda x: _leads_nowhere(x) and id(x) not in in_fixed
-    return [_Way(x) for x in met if not (_is_fixed(x) or is_asked(x))]
+    return [x for x in met if not (_is_fixed(x) or is_asked(x))]
+
+def _kept_by_modules(met):
+    "The dicts that a module never exchanges"
+    spaces = [vars(x) for x in met if issubclass(type(x), nn.Module)]
+    return [own[name] for own in spaces for name in OF_MODULES if isinstance(own.get(name), dict)]
 
 class GeneratorSearch:
     "Finds the `own_generators` of a trainer, again only if something on the way leads elsewhere now"
-    def __init__(self): self.roots,self.ways,self.found = None,[],[]
+    def __init__(self): self.met,self.noted,self.found = [],None,[]
     def __reduce__(self): return GeneratorSearch,() # A copy has met nothing
 
     def __call__(self,
@@ -153,14 +144,20 @@ class GeneratorSearch:
     )->list:
         "The generators"
         roots = roots_in(trainer)
-        if not self._is_known(roots): self._search(roots)
+        if self.noted is None or not self.noted.is_like(self._held(roots)): self._search(roots)
         return self.found
 
-    def _is_known(self, roots):
-        is_begun = self.roots is not None and self.roots.is_like(roots)
-        return is_begun and all(way.is_as_before() for way in self.ways)
+    def _held(self, roots):
+        "What all that was met holds now, one after the other; nothing if an object is of another class"
+        held = list(roots)
+        for x,kind,ask in self.met:
+            if type(x) is not kind: return []
+            try: held += ask(x)
+            except Exception: held.append(_failed)
+        return held
 
     def _search(self, roots):
         met = []
         self.found = list(found_from([('', x) for x in roots], met=met).values())
-        self.roots,self.ways = Noted(roots),_ways_over(met)
+        self.met = [(x, type(x), _asker_of(type(x))) for x in _not_fixed(met)]
+        self.noted = Noted(self._held(roots), set(map(id, _kept_by_modules(x for x,_,_ in self.met))))
