@@ -1,5 +1,8 @@
 "Gradients are cleared as `opt.zero_grad()` clears them, and whoever has another `zero_grad` is called"
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn, optim
@@ -154,3 +157,48 @@ def test_a_profiler_sees_each_batch_and_only_while_it_runs():
     counts = {o.key: o.count for o in seen.key_averages()}
     assert counts["Optimizer.zero_grad#SGD.zero_grad"] == N_BATCHES
     assert only_forgets(trainer.opt)
+
+
+def test_a_function_that_was_put_there_before_the_library_came_is_called():
+    program = """
+import torch
+from torch import nn, optim
+calls, pytorchs = [], optim.Optimizer.zero_grad
+def zero_grad(self, set_to_none=False):
+    calls.append(1)
+    pytorchs(self, set_to_none=False)
+optim.Optimizer.zero_grad = zero_grad
+from isaac_loop.all import *
+data, model = [(torch.ones(2, 1), torch.ones(2, 1))] * 3, nn.Linear(1, 1)
+Trainer(DataLoaders(data), nn.MSELoss(), optim.Adam, model, BasicTrainCB()).fit(1, valid=False)
+print(len(calls), model.weight.grad.item())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["3", "0.0"], done.stderr
+
+
+def test_slots_may_borrow_the_function_of_pytorch():
+    class Borrowing(Slots):
+        __slots__ = ("defaults", "_zero_grad_profile_name")
+
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.defaults, self._zero_grad_profile_name = {}, "zero_grad"
+
+        zero_grad = optim.Optimizer.zero_grad
+
+    after = After()
+    trainer = trainer_with(after, opt_func=None)
+    trainer.opt = Borrowing(trainer.model.parameters(), 0.1)
+    trainer.fit(1, valid=False)
+    assert after.left == [[None] * 4] * N_BATCHES
+
+
+def test_an_answer_of_getattribute_is_called():
+    class Answers(optim.SGD):
+        def __getattribute__(self, name):
+            return (lambda: None) if name == "zero_grad" else super().__getattribute__(name)
+
+    after = After()
+    trainer_with(after, opt_func=Answers).fit(1, lr=0.1, valid=False)
+    assert all(grad is not None for grads in after.left for grad in grads)
