@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/checkpoints/18_no_effect.ipynb #53503d9a
 from ..basics.checks import warn
 from ..data.fingerprint import loss_of
-from ..state.run_parts import opt_defaults
+from ..state.run_parts import as_named_now, opt_defaults
 
 # %% ../../nbs/checkpoints/18_no_effect.ipynb #9880437b
 _OTHER_LOSS = ('The saved run had the loss `{}`, and goes on with `{}`, so its losses before and after '
@@ -24,8 +24,8 @@ def warn_of_rates(
     "Say that a rate or an option given now has no effect on a run that goes on, but another loss has"
     was,loss = state.get('loss_func'),loss_of(trainer)
     if was not in (None, loss): warn(_OTHER_LOSS.format(was, loss))
-    position,saved,now = state['position'],state.get('opt_defaults', {}),opt_defaults(trainer)
-    changed = []
+    saved,now = as_named_now(trainer, state).get('opt_defaults', {}),opt_defaults(trainer)
+    position,changed = state['position'],[]
     for name,options in saved.items():
         here = now.get(name, {})
         others = {k: v for k,v in options.items() if k in here and _is_another(here[k], v)}

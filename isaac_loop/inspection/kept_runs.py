@@ -18,7 +18,7 @@ from ..loop.events import Order, callback_name
 from ..state.errors import ResumeMismatch
 from ..state.plain_state import plain
 from ..state.random_numbers import set_random_state
-from ..state.run_parts import all_parameters, bare, differing, further_names, parts_of
+from ..state.run_parts import all_parameters, as_named_now, bare, differing, further_names, parts_of
 from ..state.run_state import put_callbacks, put_state, put_weights, take_parts
 from .kept_batches import KeptBatch, first_bad, where_was
 
@@ -96,7 +96,7 @@ def check_same_shapes(
     "Refuse a copy of another model, or of other optimizers"
     lines = list(differing(weights, bare(trainer.model).state_dict(), 'the model'))
     further,now = further_names(trainer, optim.Optimizer),list(parts_of(trainer, optim.Optimizer))
-    saved = [name for name in state['opts'] if name not in further]
+    saved = [name for name in as_named_now(trainer, state)['opts'] if name not in further]
     if saved != now: lines.append(f'the optimizers were {saved}, and are {now}')
     if lines: raise ResumeMismatch(_OTHER.format('; '.join(lines[:5])))
 

@@ -13,7 +13,7 @@ from ..basics.checks import warn
 from ..data.fingerprint import data_of, differences, unchecked
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
-from .run_parts import bare, differing, further_names, loaders_of, opts_made
+from .run_parts import as_named_now, bare, differing, further_names, loaders_of, opts_made
 from .run_parts import other_types, parts_of
 from .run_parts import stateful_callbacks, with_empty
 from .run_state import is_in_pass
@@ -232,6 +232,7 @@ def check_fits(
     strict:bool=True, # Also refuse other data, and other callbacks with a state? Else warn of other data
 ):
     "Raise `ResumeMismatch` with a line for every difference that would make the result wrong"
+    state = as_named_now(trainer, state)
     lines,others = list(_wrong(trainer, weights, state)),list(_data(trainer, state))
     if lines or (others and strict):
         raise ResumeMismatch(_MISMATCH.format(_as_list(lines+others), _ON_PURPOSE*(not lines)))

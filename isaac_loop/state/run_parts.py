@@ -71,11 +71,17 @@ def parts_of(
     kind, # A class, such as `optim.Optimizer`
 )->dict: # By the name of the attribute
     "The trainer's attributes of one kind, but for its model; one with several names has the first of them"
-    own,found = vars(trainer),{}
+    return {name: x for (name,*_),x in _named_parts(trainer, kind)}
+
+def _named_parts(trainer, kind):
+    "Each part with all its names, in the order in which they were given"
+    own,names,parts = vars(trainer),{},{}
     model = bare(own.get('model'))
     for name,x in own.items():
-        if isinstance(x, kind) and bare(x) is not model: found.setdefault(id(x), (name, x))
-    return dict(found.values())
+        if not isinstance(x, kind) or bare(x) is model: continue
+        parts[id(x)] = x
+        names.setdefault(id(x), []).append(name)
+    return [(names[key], x) for key,x in parts.items()]
 
 def further_names(
     trainer, # Any
@@ -96,6 +102,34 @@ def opts_made(trainer):
     number = lambda p: numbers.get(id(p), -1)
     return {name: [type(opt).__name__, [[number(p) for p in group['params']] for group in opt.param_groups]]
             for name,opt in parts_of(trainer, optim.Optimizer).items()}
+
+_OF_OPTS = 'opts','opt_classes','opts_made','opts_began','opt_defaults'
+_KEPT_BY_NAME = {optim.Optimizer: _OF_OPTS, nn.Module: ('modules',)}
+
+def as_named_now(
+    trainer, # That goes on
+    state:dict, # As `take_state` gave it
+)->dict: # The same, with today's first name for a part that was saved under another of its names
+    "Let names of one part come in any order"
+    changed = {}
+    for kind,keys in _KEPT_BY_NAME.items():
+        now = dict(_other_firsts(trainer, kind, state.get(keys[0], ())))
+        if not now: continue
+        changed |= {key: {now.get(o, o): x for o,x in state[key].items()} for key in keys if state.get(key)}
+        owners = changed.get('own', state.get('own', {}))
+        changed['own'] = {_owner_now(name, now): x for name,x in owners.items()}
+    return state | changed
+
+def _other_firsts(trainer, kind, saved):
+    "Pairs of a name under which a part was saved and its first name now, where these differ"
+    for names,_ in _named_parts(trainer, kind):
+        was = [name for name in names if name in saved]
+        if len(was) == 1 and was[0] != names[0]: yield was[0],names[0]
+
+def _owner_now(name, now):
+    "The name by which an owner in a part is known"
+    root,*path = name.split('.')
+    return '.'.join([root, now.get(path[0], path[0]), *path[1:]]) if path and root == 'trainer' else name
 
 # %% ../../nbs/state/56_run_parts.ipynb #bf23efad
 def held_parameters(trainer):

@@ -21,7 +21,7 @@ from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, fill_empty, generators
 from .run_parts import held_loaders, held_parameters, loaders_of, opt_defaults
-from .run_parts import opts_made, parts_of
+from .run_parts import as_named_now, opts_made, parts_of
 from .run_parts import put_workers, stateful_callbacks, with_empty, workers_begun
 from .script_facts import opts_began, script_facts
 
@@ -228,6 +228,7 @@ def put_state(
     state:dict, # The same
 ):
     "Let everything be as it was; loaders and random numbers excepted"
+    state = as_named_now(trainer, state)
     load_weights_into(bare(trainer.model), map_tensors(torch.clone, dict(weights)))
     for name,module in parts_of(trainer, nn.Module).items():
         fill_empty(module, state['modules'][name])
@@ -253,9 +254,9 @@ def put_callbacks(
     "Let callbacks be as they were, whether they tell their state or not"
     for name,cb in stateful_callbacks(trainer).items():
         if name in state['callbacks']: _put_state_of(name, cb, from_plain(state['callbacks'][name]))
-    own = getattr(trainer, '_own_state', None)
+    own,saved = getattr(trainer, '_own_state', None),as_named_now(trainer, state).get('own')
     between = 'position' in state and not is_in_pass(state['position'])
-    if own is not None and state.get('own'): own.put(trainer, state['own'], tell, between)
+    if own is not None and saved: own.put(trainer, saved, tell, between)
 
 def _put_state_of(name, callback, state):
     "Let `callback` take its state; an error says whose it is"

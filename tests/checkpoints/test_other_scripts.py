@@ -754,6 +754,62 @@ def test_what_gets_another_name_in_the_run_is_still_the_same_part(tmp_path):
     assert again.n_updates == 20 and outcome(again) == outcome(whole)
 
 
+class CriticCB:
+    "Has a second network, with an optimizer of a class of the script's own, and each with two names"
+
+    stateless = "names"
+
+    def __init__(self, names):
+        self.names = names
+
+    def before_fit(self, trainer):
+        critic = Counting()
+        opt = CountingSGD(critic.parameters(), lr=0.1, momentum=0.9)
+        for name in self.names:
+            setattr(trainer, f"critic_{name}", critic)
+            setattr(trainer, f"opt_{name}", opt)
+
+    def after_step(self, trainer):
+        trainer.critic_a(trainer.batch[0]).mean().backward()
+        trainer.opt_b.step()
+        trainer.opt_b.zero_grad()
+
+
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.n_calls = 0
+
+    def forward(self, x):
+        self.n_calls += 1
+        return super().forward(x) * self.n_calls
+
+
+class CountingSGD(optim.SGD):
+    n_steps = 0
+
+    def step(self):
+        super().step()
+        self.n_steps += 1
+
+
+@pytest.mark.parametrize("cut", [9, 10])
+def test_names_of_one_part_may_be_given_in_another_order(tmp_path, cut):
+    def critic(trainer):
+        return trainer.critic_a.weight.tolist(), trainer.critic_b.n_calls, trainer.opt_a.n_steps
+
+    whole = make([lambda: CriticCB("ab")])
+    whole.fit(4, lr=0.01, valid=False)
+    with pytest.raises(RuntimeError, match="power cut"):
+        make([lambda: CriticCB("ab")], tmp_path, cut).fit(4, lr=0.01, valid=False)
+    again = make([lambda: CriticCB("ba")], tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.fit(4, lr=0.01, valid=False)
+    assert again.n_updates == 20 and outcome(again) == outcome(whole)
+    assert critic(again) == critic(whole) and critic(again)[-2:] == (20, 20)
+
+
 def test_names_that_an_earlier_version_has_saved_for_one_part_are_taken_for_one():
     from isaac_loop.state.run_checks import check_fits
     from isaac_loop.state.run_state import put_state, take_state
