@@ -316,3 +316,12 @@ def loss_of(
     "The loss function of a trainer in words"
     seen = vars(trainer).setdefault('_data_seen', Seen())
     return seen.get('loss_func', getattr(trainer, 'loss_func', None), described)
+
+def tells(
+    words:str, # What `described` gave
+    name:str, # Of a buffer of the module that was described
+    x, # A tensor
+)->bool: # Not of a long one, which is not told
+    "Whether the buffer had just these numbers when it was described"
+    text = _setting(x)
+    return text is not None and any(f'{before}{name}={text}' in words for before in '( ')

@@ -14,7 +14,7 @@ from ..data.fingerprint import data_of, differences, unchecked
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .run_parts import as_named_now, bare, differing, further_names, loaders_of, opts_made
-from .run_parts import other_types, parts_of
+from .run_parts import numbers_for, other_types, parts_of
 from .run_parts import stateful_callbacks, with_empty
 from .run_state import is_in_pass
 from .states_of_processes import _digest_of
@@ -107,7 +107,7 @@ def _other_modules(trainer, state):
         if name not in now: yield _WENT.format(name=name, before=before)
         elif name not in saved:
             yield _CAME.format(name=name, before=before, kind=type(now[name]).__name__, instead=instead)
-        else: yield from _other_numbers(saved[name], now[name], f'`trainer.{name}`')
+        else: yield from _other_numbers(numbers_for(trainer, state, name), now[name], f'`trainer.{name}`')
 
 def _other_numbers(saved, module, what):
     "Other names, shapes and types of the numbers in a module"

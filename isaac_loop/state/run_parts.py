@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
+from ..data.fingerprint import loss_of, tells
 from ..data.generators import held_loaders_in
 from ..data.resumable_loaders import Resumable
 from ..loop.events import callback_name
@@ -203,6 +204,19 @@ def fill_empty(
     "Let buffers that are None take what was saved"
     device = next((p.device for p in module.parameters()), None)
     for name,m,k in _empty(module, weights): m._buffers[k] = torch.empty_like(weights[name], device=device)
+
+def numbers_for(
+    trainer, # That goes on
+    state:dict, # As `take_state` gave it
+    name:str, # Of a module
+)->dict: # By name
+    "What was saved of a module; of another loss, what the script has set then and now is as it is now"
+    saved,module,was = state['modules'][name],getattr(trainer, name),state.get('loss_func')
+    if module is not vars(trainer).get('loss_func') or was in (None, loss_of(trainer)): return saved
+    now,empty = module.state_dict(),{o for o,*_ in _empty(module, saved)}
+    are_set = {o for o,x in saved.items() if tells(was, o, x)}
+    kept = {o: x for o,x in saved.items() if o not in are_set & empty}
+    return kept | {o: x for o,x in now.items() if o in are_set}
 
 # %% ../../nbs/state/56_run_parts.ipynb #252168f9
 def opt_defaults(

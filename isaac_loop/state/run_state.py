@@ -21,7 +21,7 @@ from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, fill_empty, generators
 from .run_parts import held_loaders, held_parameters, loaders_of, opt_defaults
-from .run_parts import as_named_now, opts_made, parts_of
+from .run_parts import as_named_now, numbers_for, opts_made, parts_of
 from .run_parts import put_workers, stateful_callbacks, with_empty, workers_begun
 from .script_facts import opts_began, script_facts
 
@@ -231,8 +231,9 @@ def put_state(
     state = as_named_now(trainer, state)
     load_weights_into(bare(trainer.model), map_tensors(torch.clone, dict(weights)))
     for name,module in parts_of(trainer, nn.Module).items():
-        fill_empty(module, state['modules'][name])
-        module.load_state_dict(state['modules'][name])
+        saved = numbers_for(trainer, state, name)
+        fill_empty(module, saved)
+        module.load_state_dict(saved)
     for name,opt in parts_of(trainer, optim.Optimizer).items(): load_opt(opt, state['opts'][name])
     _put_gradients(enumerate(all_parameters(trainer)), state['grads']) # Callbacks may take them from there
     trainer.history.load_state_dict(state['history'])

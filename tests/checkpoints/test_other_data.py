@@ -482,6 +482,38 @@ def test_a_loss_with_another_state_is_refused_in_words(first, then, words, tmp_p
         make_run(then).fit(2, valid=False)
 
 
+class CountedLoss(nn.CrossEntropyLoss):
+    "Counts its calls in a buffer, and makes another with the first of them"
+
+    def __init__(self, weight=None):
+        super().__init__(weight)
+        self.register_buffer("n", torch.tensor(0))
+        self.register_buffer("first", None)
+
+    def forward(self, preds, targs):
+        loss = super().forward(preds, targs)
+        self.n += 1
+        self.first = loss.detach() if self.first is None else self.first
+        return loss
+
+
+@pytest.mark.parametrize("then", [None, [3.0, 1.0, 2.0]])
+def test_weights_of_classes_are_those_of_the_script_and_what_a_loss_counts_comes_back(then, tmp_path):
+    "The words say that the run goes on with another loss, so it does"
+
+    def make_run(weight):
+        dls = DataLoaders(exact_loader(points(), 8))
+        trainer = make_trainer([BasicTrainCB(), CheckpointCB(tmp_path / "run")], dls, optim.SGD)
+        trainer.loss_func = CountedLoss(None if weight is None else torch.tensor(weight))
+        return trainer
+
+    loss = fit(make_run([1.0, 2.0, 3.0]), 1, valid=False).loss_func
+    with pytest.warns(UserWarning, match="had the loss .*1.0, 2.0, 3.0"):
+        again = fit(make_run(then), 2, valid=False).loss_func
+    assert again.n == 2 * loss.n and again.first == loss.first
+    assert tree(again.weight) == tree(then if then is None else torch.tensor(then))
+
+
 class CountsReadings:
     "Each row is fainter every time that it is read"
 
