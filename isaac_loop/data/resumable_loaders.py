@@ -256,10 +256,11 @@ def all_well(batches):
 
 # %% ../../nbs/data/28_resumable_loaders.ipynb #9b4480be
 _OTHER_ORDER = ('The position was saved with {was}, but the loader has {now}: in the middle of an epoch, '
-                'samples would be left out and others come twice. Make the loader as it was, or begin an '
-                'epoch with `set_epoch`.')
+                '{so}. Make the loader as it was, or begin an epoch with `set_epoch`.')
 _OTHER_EPOCHS = ('The position was saved with {was}, but the loader has {now}: the epochs to come will not '
-                 'be those of the saved run.')
+                 'be those of the saved run{so}.')
+_LEFT_OUT = 'samples would be left out and others come twice'
+_DRAWS = 'a stream that draws random numbers would draw others, since a worker has its own'
 READING = ('num_workers', 'pin_memory', 'timeout', 'prefetch_factor', 'persistent_workers',
            'multiprocessing_context') # Attributes of a `DataLoader` that say how it reads, and not what
 
@@ -267,11 +268,22 @@ def changes(saved, now):
     "Pairs of what was saved and what is now, by name, where they differ"
     return {name: (saved[name], now[name]) for name in now if name in saved and saved[name] != now[name]}
 
+def is_one_or_none(changed):
+    "Whether one worker of a stream is in the place of none, or the other way round: it shares out no rows"
+    return changed.keys() == {'num_workers'} and {*changed['num_workers']} == {0, 1}
+
+def harm_of(
+    changed:dict, # As of `changes`
+)->str: # What becomes of the rest of an epoch
+    "What going on with another loader would do in the middle of an epoch"
+    return _DRAWS if is_one_or_none(changed) else _LEFT_OUT
+
 def listed(changed, side): return ', '.join(f'`{name}={values[side]}`' for name,values in changed.items())
 
 def check_same(changed, done):
     "Refuse a position in the middle of an epoch with another order; at its beginning, warn"
     if not changed: return
     was_and_now = dict(was=listed(changed, 0), now=listed(changed, 1))
-    if done: raise ValueError(_OTHER_ORDER.format(**was_and_now))
-    warn(_OTHER_EPOCHS.format(**was_and_now))
+    if done: raise ValueError(_OTHER_ORDER.format(**was_and_now, so=harm_of(changed)))
+    only = ' if the stream draws random numbers, since a worker has its own'*is_one_or_none(changed)
+    warn(_OTHER_EPOCHS.format(**was_and_now, so=only))

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 from ..basics.checks import warn
 from ..data.fingerprint import data_of, differences, unchecked
+from ..data.resumable_loaders import harm_of
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .run_parts import as_named_now, bare, differing, further_names, loaders_of, opts_made
@@ -172,7 +173,6 @@ def _loader_kinds(trainer, state):
     hint = _SHARED.format(was=state.get('world_size', 1), now=trainer.ranks.size) if drawn else ''
     if was != here and matters: yield f'`dls.train`: it was {was}, and is {here}{hint}'
 
-_HALF_AN_EPOCH = 'in the middle of an epoch samples would be left out and others come twice'
 _BATCHES = 'batch_size','drop_last','sampler' # What makes the batches of a plain loader
 
 def _changed(was, now, names):
@@ -189,7 +189,9 @@ def _orders(trainer, state):
         was,now = state['loaders'].get('train') or {},loader.state_dict()
         names = ('seed', 'n', 'shuffle') if 'samples' in was else ('seed', 'batch_size', 'num_workers')
         if getattr(loader, 'drawn', False): names = names[1:]
-    for line in _changed(was, now, names): yield f'`dls.train`: {line}; {_HALF_AN_EPOCH}'
+    for name in names:
+        for line in _changed(was, now, [name]):
+            yield f'`dls.train`: {line}; in the middle of an epoch {harm_of({name: (was[name], now[name])})}'
 
 def _saved_data(state, name): return state.get('data', {}).get(name, {})
 

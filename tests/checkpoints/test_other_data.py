@@ -307,6 +307,23 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused_even_if_it_need_not_
         shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.parametrize("make", [stream_of_points, lambda n: plain_streams(n)[0]])
+@pytest.mark.parametrize("was, now", [(0, 1), (1, 0)])
+def test_one_worker_of_a_stream_for_none_may_draw_other_numbers_and_leaves_out_no_row(
+    make, was, now, tmp_path
+):
+    def make_run(n):
+        checkpoint = CheckpointCB(tmp_path / "run", every=3)
+        return make_trainer([BasicTrainCB(), checkpoint], DataLoaders(make(n)), optim.SGD)
+
+    with pytest.raises(Cut):
+        fit(make_run(was), 1, valid=False, callbacks=CutCB("before_batch", lambda t: t.n_updates == 3))
+    words = f"`num_workers` was {was}, and is {now}; .* draws random numbers would draw others"
+    with pytest.raises(ResumeMismatch, match=words) as failed:
+        fit(make_run(now), 1, valid=False)
+    assert "left out" not in str(failed.value)
+
+
 def test_a_look_at_the_data_is_no_part_of_the_run(tmp_path):
     "No row is counted as read, no generator moves, and no file is opened before workers start"
 

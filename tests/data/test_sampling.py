@@ -830,6 +830,19 @@ def test_a_stream_goes_on_with_other_workers_only_at_the_beginning_of_an_epoch(w
     assert (other.epoch, other.batches) == (0, 3)
 
 
+@pytest.mark.parametrize("was, now", [(0, 1), (1, 0)])
+def test_one_worker_of_a_stream_for_none_is_said_to_draw_other_numbers(was, now):
+    "Its rows are shared out among nobody else"
+    loader, other = (exact_loader(Stream(), 4, num_workers=n) for n in (was, now))
+    loader.start_at(3)
+    with pytest.raises(ValueError, match="draws random numbers would draw others") as failed:
+        other.load_state_dict(loader.state_dict())
+    assert "left out" not in str(failed.value)
+    loader.set_epoch(1)
+    with pytest.warns(UserWarning, match="of the saved run if the stream draws random numbers"):
+        other.load_state_dict(loader.state_dict())
+
+
 def test_rows_with_numbers_are_the_same_for_any_number_of_workers_so_it_is_not_asked_for():
     loader, other = (ReplayLoader(DataLoader(range(8), 4, num_workers=n)) for n in (0, 2))
     loader.start_at(1)
