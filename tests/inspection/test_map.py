@@ -823,6 +823,8 @@ CONDITIONS = {
     "while t.lr:\n    if t.epoch: break\n    t.lr = 2\nt.extra = 1": ("(writes)", None),
     "if t.epoch == 0: self._helper(t)\nif t.epoch == 1: self._helper(t)": ("(writes)", "t.epoch == 0 or ..."),
     "match t.epoch:\n    case 0: t.extra = 1": ("(writes)", None),
+    "if t.epoch:\n    if t.training: t.extra = 1\n    else: t.extra = 2": ("(writes)", "t.epoch"),
+    "if t.epoch: t.extra = 1\nelse: t.extra = 2": ("writes", None),
 }
 
 

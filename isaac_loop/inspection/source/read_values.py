@@ -126,6 +126,10 @@ def _of_parent(parent, name):
 NUMBERS = {'epoch', 'n_epochs', 'n_updates', 'updates_per_epoch', 'total_updates', 'batch_num', 'n_batches',
            'lr', 'start_batch', 'stop_reason', 'interrupted', 'training', 'exception'} # Never changed inside
 
+def _all_of(tests):
+    "The text of conditions that hold together"
+    return ast.unparse(ast.BoolOp(ast.And(), list(tests)) if len(tests) > 1 else tests[0])
+
 class Found:
     "What one handler may do to its trainer"
     def __init__(self):
@@ -152,8 +156,7 @@ class Found:
     ):
         "Add a finding, unless it is private"
         known = self.conditions.setdefault((kind, name), [])
-        both = ast.BoolOp(ast.And(), list(tests)) if len(tests) > 1 else None
-        text = ast.unparse(both or tests[0]) if tests else '...'*(not sure)
+        text = _all_of(tests) if tests else '...'*(not sure)
         if text and text not in known: known.append(text)
         if name.startswith('_') or name == 'plan' or kind == 'changes' and name in NUMBERS: return
         getattr(self, kind).setdefault(name, line)
@@ -161,6 +164,17 @@ class Found:
         if trains: self.trains.add((kind, name))
         parts = self.parts.setdefault((kind, name), {}) if part else {}
         if part: parts[part] = sure or parts.get(part, False)
+
+    def in_both(self,
+        tests:tuple, # Conditions
+        *ways, # One more condition, and its contrary
+    ):
+        "What happens in both ways happens under `tests` alone"
+        texts = [_all_of((*tests, way)) for way in ways]
+        for known in self.conditions.values():
+            if not set(texts).issubset(known): continue
+            known[:] = [text for text in known if text not in texts]
+            if tests and _all_of(tests) not in known: known.append(_all_of(tests))
 
     def do(self,
         deed:str, # One of `DEEDS` in known calls, perhaps with the name of an optimizer
