@@ -922,6 +922,27 @@ MUTANTS = [
         ["test_caps_that_a_stream_does_not_reach_say_nothing_of_a_schedule"],
     ),
     Mutant(
+        "a `zero_grad` of another optimizer in the place of its own is not called",
+        "only_forgets",
+        "is _PYTORCHS and method.__self__ is opt",
+        "is _PYTORCHS",
+        ["test_the_method_of_another_optimizer_is_called"],
+    ),
+    Mutant(
+        "a profiler does not see gradients being cleared",
+        "only_forgets",
+        "is_plain and not profiler._is_profiler_enabled",
+        "is_plain",
+        ["test_a_profiler_sees_each_batch_and_only_while_it_runs"],
+    ),
+    Mutant(
+        "an object of another class leads where it led",
+        "GeneratorSearch._held",
+        "if type(x) is not kind: return []",
+        "if False: pass",
+        ["test_a_search_finds_what_a_new_one_finds"],
+    ),
+    Mutant(
         "what an evaluation draws from is searched for once in a fit",
         "Noted.is_like",
         "not all(map(is_, self.those_that_stay(now), self.stayed))",

@@ -74,6 +74,26 @@ class AddedAnew(Added):
         return super().draw()
 
 
+class Later:
+    "What `OfAnotherClass` becomes; its class has the generator"
+
+    def draw(self):
+        return self.dice.random()
+
+
+class OfAnotherClass(Attribute):
+    "The object is of another class later"
+
+    def __init__(self):
+        pass
+
+    def draw(self):
+        return 0.5
+
+    def swap(self, rng):
+        self.__class__ = type("Drawing", (Later,), dict(dice=rng, __module__=__name__))
+
+
 class EmptyDefault(Attribute):
     "A default value that is filled later"
 
@@ -240,6 +260,7 @@ WAYS = [
     Global,
     Default,
     Keyword,
+    OfAnotherClass,
 ]
 WAYS += [OfFunction, Partial, Dressed, NewDict]
 
@@ -368,7 +389,7 @@ def test_what_counts_needs_no_new_search(monkeypatch):
     assert searches(monkeypatch, CountCB()) <= 4
 
 
-@pytest.mark.parametrize("way", [Attribute, Nested, Closure, Default])
+@pytest.mark.parametrize("way", [Attribute, Nested, Closure, Default, OfAnotherClass])
 def test_a_search_finds_what_a_new_one_finds(way):
     source = way()
     callbacks = [BasicTrainCB(), NoiseCB(source)]
