@@ -9,7 +9,7 @@ __all__ = []
 from fastcore.basics import patch
 
 from ..basics.checks import check_count, did_you_mean, warn
-from .findings import Findings, refuse_spoilt
+from .findings import Findings, not_read, refuse_spoilt
 from .run_rules.all_run_rules import RUN_RULES, found_by_running, looked
 from .seen_run.seen_batches import seen_run
 from .source_rules.all_source_rules import RULES
@@ -38,9 +38,13 @@ def check_names(
     return names_in(ignore)
 
 # %% ../../nbs/inspection/16_checks.ipynb #8430cf29
-def _found_by_reading(trainer):
-    scene = Scene(trainer)
+def _found_by_reading(scene):
     return [finding for name,rule in RULES.items() for finding in looked(rule, name, scene)]
+
+def _unread(scene):
+    "Methods of which no rule has read all, since there is no source"
+    return [f'{entry.name}.{entry.event}' for entry in scene.entries
+            if any(what.endswith('has no source') for what in entry.found.unclear)]
 
 # %% ../../nbs/inspection/16_checks.ipynb #73b7c611
 _NONE_RAN = ('No batch was run, as the fit was left before its first one{why}, so only the source was '
@@ -61,7 +65,9 @@ _BEGUN = ('`check(callbacks=...)` is for a fit that is to come, and one has begu
 
 def _all_found(trainer, batches, lr, ignore):
     "What the source tells, and so many batches; or an error for what spoils the result"
-    findings = Findings((o for o in _found_by_reading(trainer) if not is_silent(o, ignore)), batches)
+    scene = Scene(trainer)
+    found = [o for o in _found_by_reading(scene) if not is_silent(o, ignore)]
+    findings = Findings(found, batches, _unread(scene))
     refuse_spoilt(findings)
     try: findings += _found_by_running(trainer, batches, lr, ignore, findings) if batches else []
     except Exception as error:
@@ -86,4 +92,5 @@ def check(self:Trainer,
     self.plan.build(self.callbacks, check=False)
     with generators_kept(own_generators(self)): findings = _all_found(self, batches, lr, ignore)
     for finding in findings: warn(str(finding))
+    if findings.unread: warn(not_read(findings.unread))
     return findings

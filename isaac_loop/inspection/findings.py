@@ -8,6 +8,16 @@ __all__ = ['Findings', 'CheckFailed']
 # %% ../../nbs/inspection/15_findings.ipynb #f12839b2
 from ..basics.tables import Table
 
+# %% ../../nbs/inspection/15_findings.ipynb #25c4b210
+_NOT_READ = ('Python has no source of all that {} would run, so no rule has read it. Write it into a file or '
+             'into a cell of a notebook, and check again.')
+
+def not_read(
+    names, # Of methods, such as 'Twice.after_step'
+)->str: # Empty if there are none
+    "What to say of methods that no rule could read"
+    return _NOT_READ.format(', '.join(f'`{name}`' for name in names)) if names else ''
+
 # %% ../../nbs/inspection/15_findings.ipynb #1b3e2593
 _NOTHING = ('Nothing was found in the source. `check(batches=3)` also runs three batches, which tell of '
             'shapes, gradients and numbers.')
@@ -18,18 +28,28 @@ class Findings(list):
     def __init__(self,
         found=(), # Of `Finding`
         batches:int=0, # How many batches were run to find it
+        unread=(), # Names of methods that could not be read, since they have no source
     ):
         super().__init__(found)
-        self.batches = batches
+        self.batches,self.unread = batches,list(unread)
 
     def table(self)->Table:
         "One row for each finding"
         return Table([dict(name=o.name, what=o.text, spoils='yes' if o.spoils else '') for o in self],
                      ['name', 'what', 'spoils'])
 
-    def __str__(self): return '\n'.join(map(str, self)) or (_NOTHING_RUN if self.batches else _NOTHING)
+    def _doubt(self, between):
+        "What no rule could read, after the rest"
+        return f'{between}{not_read(self.unread)}' if self.unread else ''
+
+    def __str__(self):
+        if self: return '\n'.join(map(str, self)) + self._doubt('\n')
+        return (_NOTHING_RUN if self.batches else _NOTHING) + self._doubt(' But ')
+
     __repr__ = __str__
-    def _repr_markdown_(self): return self.table().to_markdown() if self else str(self)
+
+    def _repr_markdown_(self):
+        return self.table().to_markdown() + self._doubt('\n\n') if self else str(self)
 
 # %% ../../nbs/inspection/15_findings.ipynb #2476fd72
 _FAILED = ('This loop would not train what was meant:\n{}\nWhat is meant so is silenced by the name in '

@@ -1036,8 +1036,27 @@ def test_a_class_that_was_made_by_exec_has_no_module_and_is_checked_as_far_as_it
     dls = DataLoaders([(torch.randn(4, 2), torch.randn(4, 1))])
     net = torch.nn.Linear(2, 1)
     trainer = Trainer(dls, F.mse_loss, torch.optim.SGD, net, [BasicTrainCB(), space["FirstCB"]()])
-    assert trainer.check() == []
+    with pytest.warns(UserWarning, match="no source of all that `FirstCB.before_fit`"):
+        assert trainer.check() == []
     assert str(trainer.map()) and trainer.to_script(partial=True).not_written
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_what_has_no_source_is_no_all_clear(batches):
+    space = {}
+    exec("class TwiceCB:\n    def after_backward(self, trainer): trainer.opt.step()\n", space)
+    trainer = images_trainer([BasicTrainCB(), space["TwiceCB"](), MeetsItself()])
+    with pytest.warns(UserWarning, match="`TwiceCB.after_backward` would run, so no rule has read it"):
+        findings = trainer.check(batches=batches)
+    assert findings == [] and findings.unread == ["TwiceCB.after_backward"]
+    assert "But Python has no source of all that `TwiceCB.after_backward`" in str(findings)
+
+
+class MeetsItself:
+    "Has a source, and does nothing wrong"
+
+    def after_batch(self, trainer):
+        self.last = trainer.batch_num
 
 
 class TrainsAnother:

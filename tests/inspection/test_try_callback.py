@@ -521,3 +521,10 @@ def test_what_an_evaluation_does_not_write_is_missing_in_it(column):
     accuracy = MetricsCB(accuracy=lambda preds, y: (preds.argmax(1) == y).float(), show=False)
     report = try_callback(Asks(), callbacks=[BasicTrainCB(), accuracy], promises="evaluation")
     assert report.broken == ["evaluation"] and f"no `{column}`" in str(report["evaluation"])
+
+
+def test_a_source_that_nobody_has_read_is_not_said_to_be_sound():
+    space = {}
+    exec("class TwiceCB:\n    def after_backward(self, trainer): trainer.opt.step()\n", space)
+    report = try_callback(space["TwiceCB"](), promises="sound")
+    assert report["sound"].verdict == "not tried" and "`TwiceCB.after_backward`" in report["sound"].reason

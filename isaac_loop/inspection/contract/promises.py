@@ -10,7 +10,7 @@ import io
 
 import torch
 
-from ..findings import CheckFailed
+from ..findings import CheckFailed, Findings, not_read
 from .cut_runs import in_words
 from .resumed_run import resumed_run, saved_run
 from ..run_results import OTHER, as_value, is_time, outcome, told, unlike
@@ -61,18 +61,21 @@ _YOUR_MODEL = '. If it needs your model or your data: `try_callback(cb, trainer)
 @promise('`check` finds no mistake in a loop with it')
 def sound(evidence):
     "Read the source, and run a few batches"
-    usual = _findings(evidence.trials, False)
-    for text in _findings(evidence.trials, True):
-        if text not in usual: yield Fault(text)
+    usual,found = _findings(evidence.trials, False),_findings(evidence.trials, True)
+    texts = set(map(str, usual))
+    faults = [Fault(str(finding)) for finding in found if str(finding) not in texts]
+    unread = [name for name in found.unread if name not in usual.unread]
+    if unread and not faults: raise NotTried(not_read(unread))
+    return faults
 
 def _findings(trials, with_callback):
-    "What a check finds, as texts"
+    "What a check finds"
     with trials.alone():
-        try: return [str(finding) for finding in trials.make(with_callback)[0].check('not_looked', batches=3)]
-        except CheckFailed as failed: return [str(finding) for finding in failed.findings]
+        try: return trials.make(with_callback)[0].check('not_looked', batches=3)
+        except CheckFailed as failed: return failed.findings
         except Exception:
             if with_callback: raise
-            return [] # Without it there is no training
+            return Findings() # Without it there is no training
 
 # %% ../../../nbs/inspection/contract/40_promises.ipynb #ebcfd922
 _YOURS = {f'`trainer.{k}`' for k in ('model', 'loss_func', 'opt_func', 'dls', 'dls.train', 'dls.valid')}
