@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #9aab4a1a
-import inspect, math
+import inspect, math, re
 from difflib import get_close_matches
 from functools import lru_cache
 from types import FunctionType, MethodType
@@ -24,16 +24,23 @@ _PREFIXES = ('before_', 'after_', 'cleanup_')
 @lru_cache(maxsize=4096)
 def _looks_like_event(name, events):
     "Whether someone who wrote `name` must have meant an event"
-    if name.startswith(_PREFIXES) or name in EVENT_NAMES: return True
+    if name.startswith(_PREFIXES) or name in EVENT_NAMES or _in_snake_case(name) in events: return True
     near = [event for event in events if event.startswith(_PREFIXES)]
     return bool(get_close_matches(name, near, n=1, cutoff=0.93))
+
+def _in_snake_case(name):
+    "Such as 'before_fit' for 'beforeFit'; None for a name without capitals, and for that of a class"
+    return re.sub('[A-Z]', lambda m: f'_{m[0].lower()}', name) if not name.islower() else None
+
+def _may_be_meant(name, events):
+    "Whether a name is worth a closer look, which for all of them would take milliseconds"
+    return name not in events and (name[0] in 'abc' or not name.islower())
 
 def _misspelt(callback, events):
     "Public methods of `callback` that look like events and are none"
     function = function_name(callback)
     names = [function] if function else dir(callback)
-    likely = [name for name in names if name[0] in 'abc' and name not in events] # All would take milliseconds
-    odd = [name for name in likely if _looks_like_event(name, events)]
+    odd = [name for name in names if _may_be_meant(name, events) and _looks_like_event(name, events)]
     return [name for name in odd if callable(callback if function else getattr(callback, name, None))]
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #501d95c2
@@ -127,7 +134,8 @@ def _says_all(cls, events):
 @lru_cache(maxsize=4096)
 def _says_more(name, events):
     "Whether an attribute of this name may decide if its owner is in order"
-    return name in events or name in _OF_CALLBACKS or (name[0] in 'abc' and _looks_like_event(name, events))
+    if name in events or name in _OF_CALLBACKS: return True
+    return _may_be_meant(name, events) and _looks_like_event(name, events)
 
 _OF_CALLBACKS = {'order', 'silent', 'callbacks', 'on_ranks', *FLAGS, *FOREIGN_EVENTS}
 
@@ -138,6 +146,7 @@ def _foreign(callback):
 
 def _meant(wrong, events):
     "What to write instead of `wrong`, if one can guess it"
+    if _in_snake_case(wrong) in events: return f' Did you mean `{_in_snake_case(wrong)}`?'
     return called_here(wrong, EVENT_NAMES) or did_you_mean(wrong, events)
 
 def _check_answer(callback, name, event):
@@ -166,7 +175,7 @@ def check_trainer_class(
         if not callable(f): continue
         where = f'{trainer_class.__name__}.{name}'
         if name in STEPS and hasattr(f, 'span'): raise ValueError(_STEP_IS_SPAN.format(where, name))
-        if name[0] in 'abc' and name not in events and _looks_like_event(name, events):
+        if _may_be_meant(name, events) and _looks_like_event(name, events):
             raise ValueError(_NO_EVENT.format(where, _meant(name, events)))
         if name in EVENTS: _check_handler(where, f, name, _OWN_ARGUMENTS)
 

@@ -1104,3 +1104,76 @@ def test_what_is_kept_by_a_function_for_each_tensor_is_what_that_gives():
     for copies in (torch.clone, lambda o: o.detach().clone()):
         assert found_in(make(copies)) == []
     assert found_in(make(lambda o: o.detach())) != []
+
+
+class NearlyTrainCB(BasicTrainCB):
+    def get_los(self, trainer):
+        trainer.loss = F.cross_entropy(trainer.preds, trainer.batch[1], label_smoothing=0.5)
+
+
+class NearlyLog:
+    def before_fit(self, trainer):
+        self.bad = 0
+
+    def logs(self, trainer):
+        self.bad += 1
+
+
+class MeantLog(NearlyLog):
+    silent = "nearly_event"
+
+
+class HelpersOfItsOwn:
+    "Has methods that are called nearly like events, and calls them, or cannot be meant"
+
+    def before_fit(self, trainer):
+        self.steps(trainer)
+        for name in "measure", "zero_grads":
+            getattr(self, name)(trainer)
+
+    def steps(self, trainer):
+        pass
+
+    def measure(self, trainer):
+        pass
+
+    def zero_grads(self, trainer):
+        pass
+
+    def backwards(self):
+        "Takes no trainer"
+
+    def stop(self, trainer):
+        pass
+
+    def log(self, trainer):
+        pass
+
+    def logs(self, trainer):
+        "Beside a `log` of its own"
+
+    def predicts(self, trainer):
+        pass
+
+
+def use(callback, trainer):
+    return callback.predicts(trainer)
+
+
+class NearlyTrainer(Trainer):
+    def one_bach(self):
+        pass
+
+
+def test_a_step_or_a_log_that_is_misspelt_and_never_called_is_found():
+    trainer = images_trainer([NearlyTrainCB()])
+    with pytest.raises(
+        CheckFailed, match="`NearlyTrainCB.get_los` is nearly `get_loss`, and nobody calls it"
+    ):
+        trainer.check()
+    assert "nearly_event" in found_in(images_trainer([BasicTrainCB(), NearlyLog()]))
+    for helper in (MeantLog(), HelpersOfItsOwn()):
+        assert "nearly_event" not in found_in(images_trainer([BasicTrainCB(), helper]))
+    parts = trainer.dls, trainer.loss_func, trainer.opt_func, trainer.model
+    with pytest.raises(CheckFailed, match="`NearlyTrainer.one_bach` is nearly `one_batch`"):
+        NearlyTrainer(*parts, BasicTrainCB()).check()

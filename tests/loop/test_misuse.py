@@ -1200,3 +1200,30 @@ def test_fits_one_after_the_other_or_one_inside_the_other_are_told_nothing_of_th
         warnings.simplefilter("error")
         threads.submit(failing).result()  # Its thread lives on
         trainer_with(FitsInside()).fit(1)
+
+
+class Camel:
+    def before_fit(self, trainer):
+        pass
+
+    def afterBatch(self, trainer):
+        pass
+
+    def zeroGrad(self, trainer):
+        pass
+
+    def beforeLong(self, trainer):
+        "A name of its own"
+
+
+class CamelTrainer(Trainer):
+    def getLoss(self):
+        pass
+
+
+def test_an_event_with_capitals_is_refused():
+    with pytest.raises(ValueError, match="Did you mean `after_batch`(.|\n)*Did you mean `zero_grad`") as told:
+        Trainer([], F.mse_loss, optim.SGD, nn.Linear(1, 1), [BasicTrainCB(), Camel()])
+    assert "beforeLong" not in str(told.value)
+    with pytest.raises(ValueError, match="`CamelTrainer.getLoss` is not an event.*`get_loss`"):
+        CamelTrainer([], F.mse_loss, optim.SGD, nn.Linear(1, 1), BasicTrainCB())

@@ -60,6 +60,7 @@ RULES |= {
     'overwritten': check_writing.overwritten,
     'random_validation': check_writing.augmented_validation,
     'misspelt': lambda scene: check_writing.slips(scene) + check_layers.misspelt_grads(scene),
+    'nearly_event': check_writing.nearly_events,
     'unknown_column': check_writing.unknown_columns,
     'two_permutations': check_writing.two_permutations,
     'unread_rate': check_forgotten.unread_rates,

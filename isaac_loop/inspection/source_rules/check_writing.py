@@ -6,13 +6,14 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/08_check_writing.ipynb #c62bac09
-import ast, inspect
+import ast, inspect, linecache
+from types import CodeType, FunctionType
 
 from ...basics.old_names import OF_TRAINER
-from ..source.method_source import function_node, function_of, place
-from .check_rules import is_sure, line_in, method_of, said, users_own
+from ..source.method_source import function_node, function_of, place, to_follow
+from .check_rules import is_sure, line_in, method_of, package_of, said, users_own
 from ...loop.handlers import has_own_batch
-from ...loop.events import callback_name, handler_of
+from ...loop.events import STEPS, callback_name, handler_of
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
 from ...loop.shared_attributes import STATE
@@ -120,6 +121,68 @@ def slips(scene):
             text = _SLIP.format(who=said(entry), name=name, line=line, near=_meant(name))
             found[name] = Finding('misspelt', text, [entry.callback])
     return list(found.values())
+
+# %% ../../../nbs/inspection/source_rules/08_check_writing.ipynb #ad8353a1
+_NEARLY = ('`{who}.{name}` is nearly `{event}`, and nobody calls it, so it never runs. Did you mean '
+           '`{event}`? If you call it yourself, say so by {how}.')
+_PREFIXES = ('before_', 'after_', 'cleanup_')
+_OWN_WAYS = 'one_batch','one_epoch' # What a subclass of the trainer may do in its own way
+
+def _users_classes(kind): return [o for o in kind.__mro__ if package_of(o) not in ('isaac_loop', 'builtins')]
+
+def _called_with(f, n):
+    "Whether this is a plain function of a user's that can be called with `n` arguments"
+    if not isinstance(f, FunctionType) or vars(f) or not to_follow(f): return False
+    code = f.__code__
+    least = code.co_argcount - len(f.__defaults__ or ())
+    return least <= n <= code.co_argcount and not code.co_kwonlyargcount
+
+def _names_used(code):
+    "Names and texts in a code and in what is defined inside of it"
+    used = {*code.co_names, *(o for o in code.co_consts if isinstance(o, str))}
+    return used.union(*(_names_used(o) for o in code.co_consts if isinstance(o, CodeType)))
+
+def _file_asks_for(path, name):
+    "Whether an attribute of this name is read in a file, or the name stands there as a text"
+    text = ''.join(linecache.getlines(path))
+    if name not in text: return False
+    try: nodes = [*ast.walk(ast.parse(text))]
+    except SyntaxError: return f'.{name}' in text # A cell with magics
+    return any(name in (getattr(o, 'attr', None), getattr(o, 'value', None)) for o in nodes)
+
+def _is_called(f, name):
+    "Whether something in the file or among the functions of the module of `f` asks for `name`"
+    if _file_asks_for(f.__code__.co_filename, name): return True
+    held = [o for x in [*f.__globals__.values()] for o in (vars(x).values() if isinstance(x, type) else [x])]
+    codes = [o.__code__ for o in held if isinstance(o, FunctionType) and o.__globals__ is f.__globals__]
+    return any(name in _names_used(code) for code in {f.__code__, *codes})
+
+def _nearly(kind, names, n):
+    "Methods of a user's class that take `n` arguments, with the name in `names` that each has nearly"
+    classes = _users_classes(kind)
+    own = {name: f for o in reversed(classes) for name,f in vars(o).items()}
+    for name,f in own.items():
+        near = next((o for o in names if _one_letter(name, o) and name[0] == o[0] and name != 'stop'), None)
+        if name in names or near is None or near in own or not _called_with(f, n): continue
+        others = [o for other in classes for o in vars(other).values() if isinstance(o, FunctionType)]
+        if any(name in _names_used(o.__code__) for o in others) or _is_called(f, name): continue
+        yield name,near
+
+def nearly_events(scene):
+    "Methods with the name of a step, of `log` or of a way of the trainer but for one letter"
+    names = [event for event in scene.trainer.plan.events if not event.startswith(_PREFIXES)]
+    callbacks = {id(o.callback): o.callback for o in scene.entries if o.callback is not None and users_own(o)}
+    kinds = {type(cb): cb for cb in callbacks.values()}
+    found = [_nearly_said(callback_name(cb), *near, cb) for kind,cb in kinds.items()
+             for near in _nearly(kind, names, 2)]
+    kind = type(scene.trainer)
+    return found + [_nearly_said(kind.__name__, *near) for near in _nearly(kind, [*names, *_OWN_WAYS], 1)]
+
+def _nearly_said(who, name, event, cb=None):
+    how = "`check(ignore='nearly_event')`" if cb is None else "`silent = 'nearly_event'` on the callback"
+    text = _NEARLY.format(who=who, name=name, event=event, how=how)
+    spoils = event in (*STEPS, *_OWN_WAYS) and len(event) > 4 and name != f'{event}s'
+    return Finding('nearly_event', text, [] if cb is None else [cb], spoils=spoils)
 
 # %% ../../../nbs/inspection/source_rules/08_check_writing.ipynb #8fc49416
 _COLUMN = ('{who} asks for the column `{name}` ({line}), and nobody writes it: columns of validation begin '
