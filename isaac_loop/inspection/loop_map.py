@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
-from ..basics.checks import did_you_mean
+from ..basics.checks import check_flag, did_you_mean
 from ..basics.tables import Table, escaped
 from .map_diagram import diagram, html_table
 from .map_entries import KINDS, all_entries
@@ -144,6 +144,8 @@ _ALIASES |= dict.fromkeys(('inputs', 'targets'), 'batch') | dict.fromkeys(('grad
 _ALIASES |= {'optimizer': 'opt', 'learning_rate': 'lr', 'metrics': 'history'} # What people call it otherwise
 _MEANT = '`{}` stands for `{}`.'
 
+_ONE_NAME = ('`observe` is {!r}, and it is True or False. A map follows one attribute: ask for each by '
+             'itself, as `trainer.map({!r})`.')
 _NO_NAME = ("`attribute` is {what!r:.60}, and a map follows an attribute by its name, such as 'loss', or "
             'shows a callback of the trainer. There are {names}.')
 
@@ -211,7 +213,9 @@ def map(self:Trainer,
     observe:bool=False, # Also watch one batch of each pass, which is put back, and add what is seen there
 )->LoopMap: # Text by `str`; in a notebook a picture and a table
     "What every callback reads, writes and changes of the trainer, event by event"
+    if isinstance(observe, str): raise TypeError(_ONE_NAME.format(observe, observe))
     if attribute is not None: attribute = _as_name(self, attribute)
+    check_flag(observe, 'observe')
     entries = all_entries(self)
     seen = _add_seen(entries, observe_batch(self)) if observe else None
     attribute,shown,said = _meant(self, entries, attribute)

@@ -24,8 +24,15 @@ def _is_number(value): return isinstance(value, numbers.Real) and not isinstance
 _NO_ROWS = ('The history has no {} yet, so there is nothing to plot. '
             'Train first, with a callback that records, such as `MetricsCB`.')
 _NO_COLUMN = 'There is no column of numbers called `{}`; there are {}.{} Plot one of those.'
+_ONE_FIT = ('`fit` is {!r}, and it takes the number of one fit, as column `fit` has it. Several columns are '
+            "a list: `history.plot(['train_loss', 'valid_loss'])`.")
 _NO_LOSSES = ('The rows have no losses and no metrics, only {}, so there is nothing to plot. '
               'Add a callback that records, such as `MetricsCB`.')
+
+def _of_fit(rows, fit):
+    "The rows of one fit, or all"
+    if fit is not None and not _is_number(fit): raise TypeError(_ONE_FIT.format(fit))
+    return [row for row in rows if fit is None or row.get('fit') == fit]
 
 def _chosen(rows, names):
     "The columns to draw, checked"
@@ -106,7 +113,7 @@ def plot_history(
     label:str='', # Put before each name in the legend, to tell several histories apart
 ): # Array of axes: losses, if there are any, then metrics, those of another scale on their own
     "Draw losses and metrics over the epochs"
-    rows = [o for o in rows if fit is None or o.get('fit') == fit]
+    rows = _of_fit(rows, fit)
     names = _chosen(rows, names)
     panels = _grouped(rows, names) if axes is None else _placed(axes, names)
     if axes is None: axes = quiet(_new_axes(len(panels)))

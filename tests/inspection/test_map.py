@@ -915,3 +915,8 @@ def test_a_doubt_says_what_the_trainer_is_handed_to():
 
     with pytest.raises(LookupError, match="hands the trainer to `self.all.1.`"):
         images_trainer([BasicTrainCB(), TwoCB()]).map("note")
+
+
+def test_a_second_attribute_is_refused_and_not_taken_for_observing():
+    with pytest.raises(TypeError, match="`observe` is 'preds'.*`trainer.map\\('preds'\\)`"):
+        images_trainer([BasicTrainCB()]).map("loss", "preds")

@@ -138,6 +138,11 @@ def test_names_choose_the_columns_and_misspelt_ones_are_answered():
         history.plot("acuracy")
 
 
+def test_a_second_name_that_is_no_list_is_not_taken_for_a_fit():
+    with pytest.raises(TypeError, match="`fit` is 'valid_loss'.*a list: `history.plot"):
+        trained().history.plot("train_loss", "valid_loss")
+
+
 def test_an_empty_history_and_one_without_numbers_are_clear_errors():
     for plot in (
         History().plot,
