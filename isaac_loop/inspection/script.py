@@ -77,17 +77,34 @@ def _without_early(head, body):
     for i,node in enumerate(head):
         target = only_target(node) if isinstance(node, ast.Assign) else None
         is_read = any(target in loaded_names(o) for o in head[i+1:])
-        if target is None or is_read or not _is_set_first(target, body): found.append(node)
+        if target is None or is_read or _first_use(target, body) == 'read': found.append(node)
     return found
 
-def _is_set_first(name, block):
-    "Whether `block` sets `name` whatever happens, before anything reads it"
-    for node in block:
-        sets = isinstance(node, ast.Assign) and any(name in bound_names(o) for o in node.targets)
-        if sets: return name not in loaded_names(node.value)
-        if isinstance(node, ast.FunctionDef): continue
-        if name in loaded_names(node) | bound_names(node): return False
-    return False
+def _first_use(name, block):
+    "What `block` does first with `name`: 'set' whatever happens, 'read' perhaps; None if it may pass by"
+    return next((use for node in block if (use := _use_in(name, node))), None)
+
+def _use_in(name, node):
+    "The first use of `name` in one statement"
+    if isinstance(node, ast.Assign) and any(name in bound_names(o) for o in node.targets):
+        return 'read' if name in loaded_names(node.value) else 'set'
+    is_block = isinstance(node, (ast.For, ast.If, ast.With, ast.Try))
+    of_itself = _outside_of_blocks(node) if is_block else [node]
+    if any(name in loaded_names(o) | bound_names(o) for o in of_itself): return 'read'
+    return _use_in_block(name, node) if is_block else None
+
+def _outside_of_blocks(node):
+    return [o for o in ast.iter_child_nodes(node) if not isinstance(o, (ast.stmt, ast.excepthandler))]
+
+def _use_in_block(name, node):
+    "The first use of `name` in the blocks of a statement, of which some may not run"
+    handlers = getattr(node, 'handlers', [])
+    blocks = [getattr(node, o, []) for o in ('body', 'orelse', 'finalbody')] + [o.body for o in handlers]
+    body,orelse,last,*others = [_first_use(name, block) for block in blocks]
+    if 'read' in (body, orelse, last, *others): return 'read'
+    if isinstance(node, ast.For): return None
+    if isinstance(node, ast.If): return body and orelse
+    return last or (None if handlers else body)
 
 # %% ../../nbs/inspection/89_script.ipynb #63d6e237
 def _counting(node):
@@ -147,10 +164,12 @@ _NO_SPAN = '`{origin}` leaves a `{span}` where none is open, so the trainer itse
 def _finished(w, head, body):
     "The body of `train`"
     safe = address_of_torch(w.trainer.loss_func)
-    block = [*_without_early(head, body), *w.helpers.values(), *body]
+    body = [*w.helpers.values(), *body]
+    block = _without_early(head, body) + body
     if w.knows('rows') or w.knows('history'):
         block = [*lines('history = []', 'Trainer.fit'), *block, *lines('return history', 'Trainer.fit')]
     block = joined(without_unused(_fit_returns(block, w)), safe)
+    w.needs = {name: value for name,value in w.needs.items() if _first_use(name, block) == 'read'}
     _uncounted(block)
     function = ast.FunctionDef('train', ast.arguments([], [], None, [], [], None, []), block, [], lineno=0)
     _with_nonlocals(function, (w.own_names | set(CORE)) - {'torch', 'math', 'time', 'train'})

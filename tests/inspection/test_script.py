@@ -1122,6 +1122,39 @@ def test_who_only_writes_to_the_history_is_written_after_a_fit_as_well():
     assert {"fit": 1, "epoch": 0, "seen": 0}.items() <= run(trainer.to_script(), trainer, 1, 0.01)[0].items()
 
 
+class DiaryCB:
+    def before_fit(self, trainer):
+        self.lines = []
+
+    def after_batch(self, trainer):
+        self.lines.append(trainer.loss.detach())
+
+
+class PassCB:
+    def before_epoch(self, trainer):
+        self.lines = []
+
+    def after_batch(self, trainer):
+        self.lines.append(trainer.loss.detach())
+
+
+class LongDiaryCB:
+    def __init__(self):
+        self.lines = []
+
+    def after_batch(self, trainer):
+        self.lines.append(trainer.loss.detach())
+
+
+@pytest.mark.parametrize("kind, needs", [(DiaryCB, []), (PassCB, []), (LongDiaryCB, ["lines"])])
+def test_after_a_fit_only_what_the_script_reads_of_it_has_to_be_given(kind, needs):
+    trainer = fitted(kind)
+    script = trainer.to_script()
+    assert list(script.needs) == needs and ("To be given" in str(script)) == bool(needs)
+    assert ("lines = lines" in str(script)) == bool(needs)
+    assert len(run(script, trainer, 2, 0.01)) == 2
+
+
 # Variables around a function
 
 
