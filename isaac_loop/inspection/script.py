@@ -99,9 +99,8 @@ def _outside_of_blocks(node):
 def _use_in_block(name, node):
     "The first use of `name` in the blocks of a statement, of which some may not run"
     handlers = getattr(node, 'handlers', [])
-    blocks = [getattr(node, o, []) for o in ('body', 'orelse', 'finalbody')] + [o.body for o in handlers]
-    body,orelse,last,*others = [_first_use(name, block) for block in blocks]
-    if 'read' in (body, orelse, last, *others): return 'read'
+    body,orelse,last = (_first_use(name, getattr(node, o, [])) for o in ('body', 'orelse', 'finalbody'))
+    if 'read' in (body, orelse, last, *(_first_use(name, o.body) for o in handlers)): return 'read'
     if isinstance(node, ast.For): return None
     if isinstance(node, ast.If): return body and orelse
     return last or (None if handlers else body)
