@@ -183,8 +183,9 @@ def check_trainer_class(
 _OWN_AND = ('`{0}.{2}`, a method of the trainer itself, and `{1}.{2}` would both run, '
             'so every batch would do `{2}` twice. Leave one of them out, '
             'or mark the one that should do it alone with `@replaces`.')
-_TWICE = ('`{}` and `{}` both have `{}` from `{}`, so every batch would do it twice. '
-          'Leave out {}, or mark the method that should do it alone with `@replaces`.')
+_TWICE = ('`{0}` and `{1}` both have `{2}` from `{3}`, so every batch would do it twice. '
+          'Leave out {4}. To do only some steps otherwise beside the usual callback, mark them with '
+          '`@replaces` in a class that is no subclass of `{3}`.')
 _GROUP = ('{}, which came with the group `{}` (hand the other one to the group, if it takes one, as '
           '`CoreCBs(train=...)` does, or list the members that you want)')
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB, OneBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.loop.events import CancelFitException, CancelStepException, Order
+from isaac_loop.loop.events import CancelFitException, CancelStepException, Order, replaces
 from isaac_loop.loop.trainer import Trainer
 from small import StepsAsMethods
 
@@ -418,6 +418,29 @@ def test_a_momentum_beyond_0_to_1_is_refused(momentum):
 def test_training_twice_in_one_loop_is_refused():
     with pytest.raises(ValueError, match="every batch would do it twice"):
         make_trainer(make_batches(), [BasicTrainCB(), MomentumTrainCB()]).fit(1, valid=False)
+
+
+class OtherStepCB:
+    @replaces
+    def step(self, trainer):
+        trainer.opt.step()
+
+
+class OtherTrainCB(BasicTrainCB):
+    @replaces
+    def step(self, trainer):
+        trainer.opt.step()
+
+
+def test_the_mends_for_training_twice_lead_to_a_loop_that_runs():
+    "A subclass has the other steps as well, so `@replaces` helps only where there is no such base"
+    mends = "Leave out `BasicTrainCB`.*`@replaces` in a class that is no subclass of `BasicTrainCB`"
+    with pytest.raises(ValueError, match=mends):
+        make_trainer(make_batches(), [BasicTrainCB(), OtherTrainCB()]).fit(1, valid=False)
+    for callbacks in ([OtherTrainCB()], [BasicTrainCB(), OtherStepCB()]):
+        trainer = make_trainer(make_batches(), callbacks)
+        trainer.fit(1, valid=False)
+        assert trainer.n_updates == len(make_batches())
 
 
 # NBatchCB
