@@ -56,7 +56,7 @@ _NO_PASS = '`train=False, valid=False` leaves nothing to do in an epoch. Set at 
 _NO_LOADERS = ('`fit` was asked for a pass over `dls.{}`, but `dls` is a {}. '
                'Put loaders together first: `Trainer(DataLoaders(train, valid), ...)`.')
 _NO_LOADER = ('`fit` was asked for a pass over `dls.{0}`, which is {1}. '
-              'Give the trainer `DataLoaders({0}=...)`, or call `fit({0}=False)`.')
+              'Give the trainer `DataLoaders(train, valid)` with both, or call `fit({0}=False)`.')
 _EMPTY = ('`dls.{}` has no batches, so nothing would be learnt or measured. '
           'Is the dataset empty, or smaller than a batch while `drop_last=True`?')
 _ONE_LOADER = ('`dls.train` and `dls.valid` are one loader, which keeps its position, and would lose it '

@@ -30,6 +30,11 @@ def check_new_trainer(
     "Raise an error that says what to pass instead, for arguments that could not work"
     opt_func,model,loss_func = trainer.opt_func,trainer.model,trainer.loss_func
     made_of = type(opt_func).__name__
+    if isinstance(trainer.dls, torch.nn.Module): # It has a method `train`
+        raise TypeError(_WRONG_ORDER.format(f'`dls` is a module, {type(trainer.dls).__name__}'))
+    if isinstance(model, (int, float)): raise TypeError(_WRONG_ORDER.format(f'`model` is {model!r}'))
+    if getattr(model, '__module__', None) == 'torch.nn.functional':
+        raise TypeError(_WRONG_ORDER.format(f'`model` is the function `{model.__name__}`'))
     if isinstance(opt_func, torch.optim.Optimizer): raise TypeError(_AN_OPTIMIZER.format(made_of))
     if isinstance(model, type):
         raise TypeError(_WRONG_ORDER.format(f'`model` is the class `{model.__name__}`'))

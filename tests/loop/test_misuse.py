@@ -281,6 +281,25 @@ def test_a_trainer_is_no_callback():
         trainer_with(trainer_with())
 
 
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (dict(dls=nn.Linear(1, 1)), "`dls` is a module, Linear"),
+        (dict(model=0.1), "`model` is 0.1"),
+        (dict(model=F.cross_entropy, loss_func=nn.Linear(1, 1)), "`model` is the function `cross_entropy`"),
+    ],
+)
+def test_what_stands_in_the_place_of_another_argument_is_named(change, told):
+    right = dict(dls=DataLoaders(data()), loss_func=F.mse_loss, opt_func=optim.Adam, model=nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=told + ".*The order is"):
+        Trainer(**(right | change), callbacks=None)
+
+
+def test_a_missing_loader_is_asked_for_by_a_call_that_runs():
+    with pytest.raises(ValueError, match=r"`DataLoaders\(train, valid\)`.*`fit\(valid=False\)`"):
+        Trainer(DataLoaders(data()), F.mse_loss, optim.Adam, nn.Linear(1, 1), None).fit(1)
+
+
 def test_arguments_in_the_order_of_another_library_are_recognised():
     with pytest.raises(TypeError, match="The order is"):
         Trainer(DataLoaders(data()), nn.Linear(1, 1), F.mse_loss, optim.Adam, None)
