@@ -201,11 +201,13 @@ def confusion_matrix(self:Predictions,
     said = decoded(self.preds, decode)
     _check_class_numbers(self.targets, said)
     said,targets = said.flatten().long(),self.targets.flatten().long()
-    highest = max(said.max().item(), targets.max().item()) + 1
+    highest = _highest(said, targets) + 1
     n_classes = n_classes or (self.preds.shape[1] if decode is None else max(highest, 2))
     if highest > n_classes: raise ValueError(_TOO_HIGH.format(highest-1, n_classes, highest))
     matrix = multiclass_confusion_matrix(said, targets, n_classes, normalize=normalize)
     return matrix.clone() # An inference tensor otherwise
+
+def _highest(said, targets): return int(max(said.max().item(), targets.max().item()))
 
 def _check_class_numbers(targets, said):
     "Refuse targets that are not one class number for each prediction"
@@ -242,6 +244,7 @@ def plot_confusion_matrix(self:Predictions,
 ): # The axes
     "Draw the confusion matrix: with its numbers up to 20 classes, else with a colour bar"
     import matplotlib.pyplot as plt
+    if classes is not None: _check_named(self, classes, decode)
     matrix = self.confusion_matrix(normalize, len(classes) if classes is not None else None, decode)
     n = len(matrix)
     names = [str(class_name(i, classes)) for i in range(n)]
@@ -254,6 +257,12 @@ def plot_confusion_matrix(self:Predictions,
     if n <= 20: _write_numbers(ax, matrix, '.2f' if normalize else '.0f')
     else: ax.figure.colorbar(image, ax=ax, shrink=0.7)
     return ax
+
+def _check_named(predictions, classes, decode):
+    "Refuse a class without a name"
+    said,targets = decoded(predictions.preds, decode),predictions.targets
+    _check_class_numbers(targets, said)
+    class_name(_highest(said, targets), classes)
 
 def _write_numbers(ax, matrix, form):
     "Write each number that is not 0 into its field, white where that is dark"

@@ -228,8 +228,11 @@ def copied(
     return made
 
 # %% ../../nbs/metrics/06_any_metric.ipynb #d1130001
-_UPDATED_WITH = ('The metric `{}` was updated with predictions {} and targets {}. If it takes other '
-                 'arguments, say which: `MetricOn(metric, lambda preds, *targets: (preds, targets[0]))`.')
+_UPDATED_WITH = ('The metric `{}` was updated with predictions {} and targets {}. {}, say which: '
+                 '`MetricOn(metric, lambda preds, *targets: {})`.')
+_OTHERS = 'If it takes other arguments','(preds, targets[0])'
+_ONE_TARGET = 'If it takes other arguments','(preds.argmax(1), *targets)'
+_COLUMN = 'If it takes no column where the targets have none','(preds.squeeze(-1), *targets)'
 
 def note_update(
     error:Exception, # Raised by the metric
@@ -240,7 +243,13 @@ def note_update(
     "Add to `error` what the metric was updated with"
     if isinstance(error, CancelException): return
     shown = ', '.join(map(_shapes, targets)) or '(none)'
-    error.add_note(_UPDATED_WITH.format(name, _shapes(preds), shown))
+    error.add_note(_UPDATED_WITH.format(name, _shapes(preds), shown, *_mend(preds, targets)))
+
+def _mend(preds, targets):
+    "When a metric may want other arguments, and which"
+    if len(targets) != 1: return _OTHERS
+    shapes = [tuple(getattr(x, 'shape', ())) for x in (preds, *targets)]
+    return _COLUMN if shapes[0] == (*shapes[1], 1) else _ONE_TARGET
 
 def _shapes(x):
     "Shapes of the tensors in `x`, as text"

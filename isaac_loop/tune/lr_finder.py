@@ -48,8 +48,9 @@ def _longest_fall(values):
     return start[last],last
 
 # %% ../../nbs/tune/10_lr_finder.ipynb #4a7823ad
-_TOO_FEW = ('The finder tried {n} rates with a finite loss, too few for a curve. Begin with a smaller rate, '
-            'or raise it more slowly.')
+_TOO_FEW = ('The finder tried {n} rates with a finite loss, too few for a curve: it needs 5. Allow more '
+            'batches (`n_batches`) if it had no more; if the loss has exploded, begin with a smaller rate '
+            '(`start_lr`), or raise it more slowly (`lr_mult`).')
 
 def suggest_rates(
     lrs:list, # Rates that were tried, rising

@@ -1191,6 +1191,12 @@ def test_confusion_of_what_is_no_class_is_refused():
         Predictions(LOGITS, None).confusion_matrix()
 
 
+def test_a_drawn_class_without_a_name_is_refused():
+    found = Predictions(F.one_hot(torch.tensor([1, 0, 2]), 3).float(), torch.tensor([1, 0, 0]))
+    with pytest.raises(ValueError, match="of class 2, but `classes` names 2. Give a name to each"):
+        found.plot_confusion_matrix(classes=["ant", "bee"])
+
+
 @pytest.mark.shows("ISA-119")
 def test_the_matrix_is_drawn_with_names_and_numbers():
     said, targets = torch.tensor([1, 1, 0, 2]), torch.tensor([0, 0, 0, 2])

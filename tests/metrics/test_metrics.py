@@ -1468,3 +1468,20 @@ def test_inputs_may_be_nested_tensors():
     trainer = Trainer(dls, F.mse_loss, optim.SGD, Means(), [BasicTrainCB(), MetricsCB(show=False)])
     trainer.fit(1, valid=False)
     assert trainer.history["train_loss"][-1] > 0
+
+
+def test_a_column_of_predictions_for_a_metric_that_wants_none_gets_a_mend_that_helps():
+    from torcheval.metrics import R2Score
+
+    def trainer(metric):
+        parts = DataLoaders(batches, batches), lambda preds, y: F.mse_loss(preds[:, 0], y), optim.SGD
+        return Trainer(*parts, nn.Linear(2, 1), [BasicTrainCB(), MetricsCB(show=False, r2=metric)])
+
+    batches = [(torch.randn(6, 2), torch.randn(6)) for _ in range(2)]
+    with pytest.raises(ValueError) as e:
+        trainer(R2Score()).fit(1)
+    told = next(o for o in e.value.__notes__ if "was updated with predictions (6, 1) and targets (6,)" in o)
+    mend = told.partition("say which: `")[2].removesuffix("`.")
+    t = trainer(eval(mend, {"MetricOn": MetricOn, "metric": R2Score()}))
+    t.fit(1)
+    assert "r2" in t.history[-1]

@@ -1049,6 +1049,15 @@ def test_a_trainer_with_a_group_of_callbacks_can_search(search):
     _search(make_trainer([Group()]), search)
 
 
+def test_a_search_of_too_few_batches_is_told_to_take_more():
+    batches = [(torch.randn(8, 2), torch.randn(8, 1)) for _ in range(2)]
+    callbacks = [BasicTrainCB(), LRFinderCB(n_batches=3, show=False)]
+    trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, nn.Linear(2, 1), callbacks)
+    trainer.fit(9, lr=1e-5, valid=False)
+    with pytest.raises(ValueError, match=r"tried 3 rates.*needs 5.*more batches \(`n_batches`\)"):
+        trainer.lr_finder.suggestions()
+
+
 def test_a_finder_says_what_it_found():
     "The last line of a cell showed an address"
     assert repr(LRFinderCB(1.5)) == "LRFinderCB(1.5): no rate tried yet"
