@@ -132,7 +132,12 @@ def shown(
     x = torch.as_tensor(x).detach()
     if x.numel() == 1: return f'{x.item():.6g}'
     shape = f'{tuple(x.shape)}'
-    return f'{shape}, norm {x.float().norm():.4g}' if x.is_floating_point() else shape
+    if not x.is_floating_point(): return shape
+    numbers = _numbers(x.float())
+    some = f' of {numbers.numel()} numbers' if 0 < numbers.numel() < x.numel() else ''
+    return f'{shape}, norm {(numbers if some else x.float()).norm():.4g}{some}'
+
+def _numbers(x): return x[~x.isnan()] if x.layout == torch.strided else x
 
 def apart(
     a, # As for `shown`
@@ -143,7 +148,9 @@ def apart(
     a,b = (torch.as_tensor(x).detach().cpu() for x in (a, b))
     if a.shape != b.shape or not a.numel(): return ''
     if a.layout != torch.strided or b.layout != torch.strided: a,b = a.to_dense(),b.to_dense()
-    largest = (a.to(torch.float64)-b.to(torch.float64)).abs().max().item()
+    a,b = a.to(torch.float64),b.to(torch.float64)
+    both = a.isnan() & b.isnan() # Nothing was measured there, or both runs are spoilt
+    largest = (a-b).masked_fill(both, 0).abs().max().item()
     return f'{largest:.3g}'
 
 def _is_number(x):

@@ -382,3 +382,18 @@ def test_another_object_of_the_same_name_is_told_from_the_one_that_is_there():
     for leave_out in (trainer.ablate, trainer.remove_callbacks):
         with pytest.raises(LookupError, match="This `ClipGradCB` is not in the loop.*`trainer.ClipGradCB`"):
             leave_out(ClipGradCB(0.1))
+
+
+def test_rows_of_validation_are_no_nan_in_what_an_ablation_shows():
+    def before_step(trainer):
+        scale(trainer.model[0].bias.grad)
+
+    trainer = small_trainer(MetricsCB(show=False), before_step, GradientStatsCB())
+    trainer.fit(1, 0.01)
+    rows = [
+        row
+        for row in trainer.ablate("before_step", 2).rows.rows
+        if row["value"].startswith("history.batches")
+    ]
+    assert len(rows) == 1 and "nan" not in rows[0]["with"] + rows[0]["without"]
+    assert float(rows[0]["apart"]) > 0
