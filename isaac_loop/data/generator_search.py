@@ -56,6 +56,7 @@ def _all_in(spaces):
 
 # %% ../../nbs/data/56_generator_search.ipynb #3a1c8101
 def _in_function(f):
+    if package_of(f) in KNOWN: return _in_others(f)
     named = [f.__globals__.get(name) for name in names_in(f.__code__)[0]]
     modules = [o.__name__.partition('.')[0] for o in named if isinstance(o, ModuleType)]
     if not KNOWN.issuperset(modules): return _in_others(f)

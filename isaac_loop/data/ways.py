@@ -34,7 +34,7 @@ def is_end(
 )->bool:
     "Whether objects of a class lead nowhere"
     if issubclass(kind, _ENDS): return True
-    if package_of(kind) not in LIBRARIES or _is_hugging_face(kind): return False
+    if package_of(kind) not in LIBRARIES or _is_hugging_face(kind) or _is_vectorized(kind): return False
     return not (issubclass(kind, _GO_ON) or are_generators(kind))
 
 KNOWN = LIBRARIES | sys.stdlib_module_names # Nothing in their code draws from a generator of a user
@@ -47,6 +47,7 @@ def package_of(
     return str(written).partition('.')[0]
 
 def _is_hugging_face(kind): return kind.__module__ in ('datasets.arrow_dataset', 'datasets.iterable_dataset')
+def _is_vectorized(kind): return (kind.__module__, kind.__name__) == ('numpy', 'vectorize')
 
 # %% ../../nbs/data/53_ways.ipynb #5a48e2ab
 ENTRIES,MANY = 100,1000
@@ -122,12 +123,20 @@ def _of_slots(x, slots):
 # %% ../../nbs/data/53_ways.ipynb #b4c70fc4
 def _of_function(f):
     "What the surrounding names, default values, attributes, and names of the module hold for a function"
-    if package_of(f) in KNOWN: return []
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    found = [(f'.{name}', cell.cell_contents) for name,cell in cells if is_filled(cell)]
+    if package_of(f) in KNOWN: return [(how, o) for how,o in _surrounded(f) if not is_end(type(o))]
+    found = _closed_over(f)
     values = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
     found += [(f'({i})', o) for i,o in enumerate(values)] + [(f'.{k}', o) for k,o in vars(f).items()]
     return [(how, o) for how,o in [*found, *_of_script(f)] if not is_end(type(o))]
+
+def _closed_over(f):
+    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
+    return [(f'.{name}', cell.cell_contents) for name,cell in cells if is_filled(cell)]
+
+def _surrounded(f):
+    "What a library's function was made around"
+    inner = vars(f).get('__wrapped__')
+    return _closed_over(f) if inner is None else [*_closed_over(f), ('', inner)]
 
 def is_filled(
     cell, # Of a function

@@ -27,6 +27,7 @@ from isaac_loop.all import (
     EvaluatorCB,
     MetricsCB,
     Trainer,
+    each_image,
     exact_loader,
     set_seed,
 )
@@ -196,6 +197,16 @@ def augmentation():
     return [BatchAugmentationCB(lambda x: x + torch.randn(x.shape, generator=rng) / 10)]
 
 
+def decorated():
+    rng = torch.Generator().manual_seed(1)
+
+    @torch.no_grad()
+    def noisy(x):
+        return x + torch.randn(x.shape, generator=rng) / 10
+
+    return [BatchAugmentationCB(each_image(noisy))]
+
+
 class NoisyModel(nn.Sequential):
     def forward(self, x):
         return super().forward(x) + self.rng.random() / 10
@@ -241,6 +252,7 @@ KINDS = {
     "Hugging Face": dict(data=transformed, load=functools.partial(exact, collate_fn=of_columns)),
     "function as callback": dict(callbacks=function),
     "augmentation": dict(callbacks=augmentation),
+    "decorated augmentation": dict(callbacks=decorated),
     "model and loss": dict(loss=NoisyLoss, trainer=WithModel),
     "subset and dataset": dict(data=Over),
     "very many": dict(data=Many),

@@ -13,15 +13,17 @@ import random
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop.all import BasicTrainCB, DataLoaders, EvaluatorCB, MetricsCB, Order, Trainer
+from isaac_loop.all import BasicTrainCB, DataLoaders, EvaluatorCB, MetricsCB, Order, Trainer, each_image
 from isaac_loop.data import generator_search
 from isaac_loop.data.generator_search import GeneratorSearch
 from isaac_loop.data.generators import own_generators
+from isaac_loop.data.ways import ways_from
 
 AT_TOP = random.Random(1)
 
@@ -449,6 +451,61 @@ def test_what_loaders_and_trainers_of_a_users_own_class_draw_from_is_put_back(ki
         return model.weight.detach().clone()
 
     assert torch.equal(trained(), trained(EvaluatorCB(updates=1)))
+
+
+def _by_property(draw):
+    class Source:
+        @property
+        @torch.no_grad()
+        def value(self):
+            return draw()
+
+    source = Source()
+    return lambda: source.value
+
+
+def _by_context(draw):
+    @contextlib.contextmanager
+    def drawn():
+        yield draw()
+
+    def enter(*_):
+        with drawn() as value:
+            return value
+
+    return enter
+
+
+def _by_image(draw):
+    images = each_image(lambda x: x + draw())
+    return lambda *_: images(torch.zeros(4, 3))
+
+
+DRESSES = {
+    "no_grad": lambda draw: torch.no_grad()(draw),
+    "twice": lambda draw: torch.enable_grad()(torch.inference_mode()(draw)),
+    "autocast": lambda draw: torch.autocast("cpu", enabled=False)(draw),
+    "disable": lambda draw: torch.compiler.disable(draw),
+    "property": _by_property,
+    "contextmanager": _by_context,
+    "singledispatch": lambda draw: functools.partial(functools.singledispatch(lambda x: draw()), None),
+    "vectorize": lambda draw: functools.partial(lambda f: float(f(0.0)), np.vectorize(lambda x: draw())),
+    "each_image": _by_image,
+}
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+def test_what_a_decorated_function_draws_in_an_evaluation_does_not_count(dress):
+    def dressed():
+        rng = random.Random(1)
+        return SimpleNamespace(draw=DRESSES[dress](lambda: rng.random()), swap=lambda rng: None)
+
+    assert torch.equal(weights(dressed()), weights(dressed(), evaluates=False))
+
+
+def test_what_a_function_of_pytorch_reads_is_no_way():
+    assert ways_from(F.mse_loss) == ways_from(torch.nn.init.kaiming_uniform_) == []
+    assert [o for _, o in ways_from(torch.no_grad()(batches))][-1] is batches
 
 
 class CopyCB:
