@@ -185,6 +185,8 @@ def _parts_of(kind):
     if issubclass(kind, Subset): return lambda x: [('', x.dataset)] + _attributes(x)
     return _attributes
 
+_OF_LOADERS = {*vars(DataLoader([0]))}
+
 def is_told_by_attributes(
     kind:type, # Any class
 )->bool:
@@ -193,5 +195,11 @@ def is_told_by_attributes(
 
 def _of_method(x): return x.__self__,getattr(x, '__func__', None)
 def _of_partial(x): return [('.func', x.func), ('.args', x.args), ('.keywords', x.keywords)]
-def _of_data_loader(x): return [(f'.{part}', getattr(x, part)) for part in ('dataset', 'collate_fn')]
+def _of_data_loader(x):
+    "Its data, and what a subclass of the user's own holds beside what each loader has"
+    parts = [(f'.{part}', getattr(x, part)) for part in ('dataset', 'collate_fn')]
+    own = {how: o for how,o in _attributes(x) if how.lstrip('.') not in _OF_LOADERS}
+    of_samplers = [o for s in (x, x.sampler, x.batch_sampler) for o in (s, getattr(s, 'generator', None))]
+    return parts + [(how, o) for how,o in own.items() if not any(o is known for known in of_samplers)]
+
 def _of_arrow(x): return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]

@@ -373,6 +373,21 @@ def test_what_lies_behind_a_wrapped_loader_is_named_when_a_run_goes_on(tmp_path)
         outcome(CheckpointCB(tmp_path), **options)
 
 
+class NoisyLoader(DataLoader):
+    def __init__(self, data):
+        super().__init__(data, 4)
+        self.rng = random.Random(3)
+
+    def __iter__(self):
+        return ((x + self.rng.random(), y) for x, y in super().__iter__())
+
+
+def test_what_a_loader_of_ones_own_has_added_is_named_when_a_run_goes_on(tmp_path):
+    outcome(CheckpointCB(tmp_path), after_batch, load=NoisyLoader)
+    with pytest.warns(UserWarning, match=r"`rng` of `dls.train` may draw random numbers"):
+        outcome(CheckpointCB(tmp_path), load=NoisyLoader)
+
+
 def test_a_transform_of_both_loaders_is_kept_with_one_and_not_named_for_the_other(tmp_path):
     made = []
 

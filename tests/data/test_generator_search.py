@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from isaac_loop.all import BasicTrainCB, DataLoaders, EvaluatorCB, MetricsCB, Order, Trainer, each_image
 from isaac_loop.data import generator_search
 from isaac_loop.data.generator_search import GeneratorSearch
-from isaac_loop.data.generators import own_generators
+from isaac_loop.data.generators import data_generators, own_generators
 from isaac_loop.data.ways import ways_from
 
 AT_TOP = random.Random(1)
@@ -417,6 +418,17 @@ class Mapped:
         return ((self.f(x), y) for x, y in self.loader)
 
 
+class NoisyLoader(DataLoader):
+    "A loader of PyTorch to which a user has added a function"
+
+    def __init__(self, rows, f):
+        self.f = f
+        super().__init__(rows, batch_size=None)
+
+    def __iter__(self):
+        return ((self.f(x), y) for x, y in super().__iter__())
+
+
 class OfScript(Mapped):
     def __iter__(self):
         return ((x + AT_TOP.random(), y) for x, y in self.loader)
@@ -434,7 +446,7 @@ class RngTrainer(Trainer):
         self.batch = self.batch[0] + self.rng.random(), self.batch[1]
 
 
-@pytest.mark.parametrize("kind", [Mapped, OfScript, DrawingTrainer, RngTrainer])
+@pytest.mark.parametrize("kind", [Mapped, NoisyLoader, OfScript, DrawingTrainer, RngTrainer])
 def test_what_loaders_and_trainers_of_a_users_own_class_draw_from_is_put_back(kind):
     def trained(*more):
         torch.manual_seed(0)
@@ -506,6 +518,14 @@ def test_what_a_decorated_function_draws_in_an_evaluation_does_not_count(dress):
 def test_what_a_function_of_pytorch_reads_is_no_way():
     assert ways_from(F.mse_loss) == ways_from(torch.nn.init.kaiming_uniform_) == []
     assert [o for _, o in ways_from(torch.no_grad()(batches))][-1] is batches
+
+
+def test_the_generator_of_a_sampler_that_a_loader_holds_once_more_is_of_the_order():
+    dl = NoisyLoader(batches(), None)
+    dl.generator = dl.once_more = torch.Generator()
+    assert data_generators(dl, [""]) == {}
+    dl.noise = torch.Generator()
+    assert data_generators(dl, [""]) == {"noise": dl.noise}
 
 
 class CopyCB:
