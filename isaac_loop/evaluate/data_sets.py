@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..basics.checks import did_you_mean
 from ..data.dataset_order import in_order
+from ..data.random_generators import generators_kept
 from ..data.resumable_loaders import Resumable
 from ..loop.events import callback_name
 from ..loop.monitor import declared_columns
 from ..loop.shared_attributes import offering
 from ..loop.passes import n_batches
 from ..state.random_numbers import random_state, set_random_state
+from ..state.side_runs import generators_of
 
 # %% ../../nbs/evaluate/15_data_sets.ipynb #304483f8
 def chosen_loader(
@@ -80,21 +82,25 @@ _ONCE = ('The data of `{}` are an iterator, and those can be walked only once. '
 
 # %% ../../nbs/evaluate/15_data_sets.ipynb #470ef7a3
 @contextmanager
-def same_random():
+def same_random(
+    trainer=None, # Put those back as well that generators give from which its parts draw
+):
     "Put random numbers back"
     state = random_state()
-    try: yield
-    finally: set_random_state(state)
+    with generators_kept(() if trainer is None else generators_of(trainer)):
+        try: yield
+        finally: set_random_state(state)
 
 @contextmanager
 def aside(
-    model, # A module, or anything
+    trainer, # Its model is a module, or anything
 ):
     "Evaluation mode, no gradients; modes and random numbers are put back"
+    model = trainer.model
     modes = [(o, o.training) for o in (model.modules() if hasattr(model, 'modules') else ())]
     if hasattr(model, 'eval'): model.eval()
     try:
-        with torch.no_grad(), same_random(): yield
+        with torch.no_grad(), same_random(trainer): yield
     finally:
         for module,mode in modes: module.training = mode
 

@@ -111,7 +111,7 @@ def _measure(self:EvaluatorCB, trainer):
     self._note_model(trainer)
     if self.write is None and self.report is None: return columns
     try:
-        with same_random(): self._tell(trainer, columns, returned)
+        with same_random(trainer): self._tell(trainer, columns, returned)
     except CancelException as cancel: self._cancel = self._cancel or cancel
     self._cancel = agreed(trainer.ranks, self._cancel)
     return columns

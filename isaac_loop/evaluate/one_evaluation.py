@@ -111,7 +111,7 @@ def _leave(self:Evaluating, *over):
 def _done(self:Evaluating, trainer):
     "What the user's function for the end returns; a cancel is kept for later"
     if self.user_epochs_done_callback is None or self._cancel is not None: return None
-    with aside(trainer.model):
+    with aside(trainer):
         try: return self.user_epochs_done_callback(self.store)
         except CancelException as cancel: self._cancel = cancel
 

@@ -145,7 +145,7 @@ class _AfterPassCB:
             error.add_note(f'while predicting `{name}`')
             raise
         self._done[name] = trainer.epoch
-        with same_random(): self._use(trainer, name, found)
+        with same_random(trainer): self._use(trainer, name, found)
 
 # %% ../../nbs/evaluate/50_reports.ipynb #2e9b722b
 class ReportCB(_AfterPassCB):

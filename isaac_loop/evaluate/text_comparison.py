@@ -153,7 +153,7 @@ class TextComparisonCB:
         kept,self._kept = getattr(self, '_kept', None),None
         if not isinstance(trainer.exception, (type(None), CancelException)): return
         pairs = None
-        with self._forgiving(trainer, 'cleanup_epoch'), aside(trainer.model):
+        with self._forgiving(trainer, 'cleanup_epoch'), aside(trainer):
             if kept is not None: pairs = self._pairs(trainer, **kept)
         if trainer.ranks.shares(trainer.dl): pairs = self._of_all(trainer, kept, pairs)
         if pairs is None: return

@@ -100,7 +100,9 @@ def _put_modes_back(modes):
         if module.training is not mode: module.training = mode
 
 # %% ../../nbs/state/40_side_runs.ipynb #a64c0378
-def _generators_of(trainer):
+def generators_of(
+    trainer, # With a model and loaders
+)->list: # None twice
     "The generators that the parts of a trainer draw from"
     known = trainer._aside_known
     if known is None: return own_generators(trainer)
@@ -132,7 +134,7 @@ def side_run(self:Trainer,
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
     modes = [(m, m.training) for m in [*modules, *_modules_beside(self)]]
-    world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=_generators_of(self))
+    world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=generators_of(self))
     before = Snapshot(world, keep=self._trained(modules))
     validating = self._training is False and not self._source.was_left # Also in `cleanup_epoch`
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]

@@ -4,6 +4,7 @@ The law: whatever an evaluator looks at and whenever it does, the training goes 
 it. Then: it looks when it was told to, at all that it was told to, and says so in the history.
 """
 
+import random
 import sys
 import warnings
 from functools import partial
@@ -129,6 +130,32 @@ def test_training_goes_on_bit_for_bit_as_without_it(sets, updates, epochs, at_st
     )
     assert outcome(make_trainer(evaluator, seed=seed)) == outcome(make_trainer(seed=seed))
     assert evaluator.n_evaluations > 0
+
+
+def _draws(rng):
+    return lambda *_: {"drawn": rng.random()}
+
+
+OF_FUNCTIONS = {
+    "done": lambda draw: EvaluatorCB(OTHER, lambda *_: None, draw, updates=2),
+    "write": lambda draw: EvaluatorCB(OTHER, lambda *_: None, lambda _: {}, updates=2, write=draw),
+    "report": lambda draw: EvaluatorCB(OTHER, updates=2, report=draw),
+    "ReportCB": lambda draw: ReportCB(draw),
+}
+
+
+@pytest.mark.parametrize("function", OF_FUNCTIONS)
+def test_what_functions_draw_from_a_generator_of_the_training_does_not_count(function):
+    def trained(*names):
+        rng = random.Random(1)
+
+        class NoiseCB:
+            def before_batch(self, trainer):
+                trainer.batch = trainer.batch[0] + rng.random(), trainer.batch[1]
+
+        return outcome(make_trainer(NoiseCB(), *(OF_FUNCTIONS[name](_draws(rng)) for name in names)))
+
+    assert trained(function) == trained()
 
 
 @pytest.mark.shows("PTA-36")
