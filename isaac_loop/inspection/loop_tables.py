@@ -6,7 +6,7 @@
 __all__ = ['event_table', 'state_table', 'callback_table', 'show_source']
 
 # %% ../../nbs/inspection/01_loop_tables.ipynb #223a1828
-import inspect
+import ast, inspect, linecache
 
 from fastcore.basics import patch
 
@@ -84,14 +84,40 @@ def _replaced_by(cb, event, trainer):
     return [callback_name(o) for o in others if handler_of(o, event) is not None]
 
 # %% ../../nbs/inspection/01_loop_tables.ipynb #e4874416
+_NO_SOURCE = ('Python has no source of {}, so it cannot be shown. What is built in, or was typed into a prompt, '
+              'has none. Methods in a file or in a cell of a notebook have one.')
+_A_TEXT = '`show_source` got the text {!r}. Give it the thing itself, without the quotes.'
+
+def _source_of(obj):
+    "The source of a function, a class or a module; of a class in a notebook, by that of its methods"
+    try: return inspect.getsource(obj)
+    except (OSError, TypeError):
+        held = vars(obj).values() if inspect.isclass(obj) else ()
+        methods = [inspect.unwrap(f) for f in held if callable(f)]
+        codes = [f.__code__ for f in methods if inspect.isfunction(f)]
+        found = next(filter(None, (_class_around(code, obj.__name__) for code in codes)), None)
+        if found is None: raise OSError(_NO_SOURCE.format(f'`{getattr(obj, "__name__", obj)}`')) from None
+        return found
+
+def _class_around(code, name):
+    "The source of the class `name` in which a method stands; None if it cannot be found"
+    lines = linecache.getlines(code.co_filename)
+    try: nodes = [o for o in ast.walk(ast.parse(''.join(lines))) if isinstance(o, ast.ClassDef)]
+    except SyntaxError: return None # A cell with magics
+    for node in nodes:
+        first = min(o.lineno for o in (node, *node.decorator_list))
+        if node.name == name and first <= code.co_firstlineno <= node.end_lineno:
+            return ''.join(lines[first-1:node.end_lineno])
+
 class show_source:
     "The source code of a function, a method or a class, as Python in a notebook"
     def __init__(self,
         obj, # What to show; of an object its class
     ):
+        if isinstance(obj, str): raise TypeError(_A_TEXT.format(obj))
         if not (inspect.isroutine(obj) or inspect.isclass(obj) or inspect.ismodule(obj)): obj = type(obj)
         is_function = callable(obj) and not isinstance(obj, type)
-        self.code = inspect.getsource(inspect.unwrap(obj) if is_function else obj)
+        self.code = _source_of(inspect.unwrap(obj) if is_function else obj)
 
     def __repr__(self): return inspect.cleandoc('\n'+self.code)
     def _repr_markdown_(self): return f'```python\n{self}\n```'

@@ -1,6 +1,7 @@
 "Faults that were found by using and attacking the library; each test would fail if its fault came back."
 
 import copy
+import linecache
 import pickle
 import warnings
 from dataclasses import dataclass
@@ -316,3 +317,18 @@ def test_two_callbacks_that_both_give_gradients_are_warned_of_and_one_that_looks
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer_with(LooksCB()).fit(1)
+
+
+def test_the_source_of_a_class_in_a_cell_is_shown_and_what_has_none_is_told():
+    text = (
+        "n = 1\nclass CellCB:\n    n = 2\n\n    def after_batch(self, t): self.n = 3\n\nclass Other: pass\n"
+    )
+    linecache.cache["<a cell>"] = len(text), None, text.splitlines(True), "<a cell>"
+    space = {"__name__": "a_notebook"}
+    exec(compile(text, "<a cell>", "exec"), space)
+    shown = repr(show_source(space["CellCB"]()))
+    assert shown.startswith("class CellCB:") and shown.endswith("self.n = 3")
+    with pytest.raises(OSError, match="Python has no source of `Other`"):
+        show_source(space["Other"])
+    with pytest.raises(TypeError, match="the text 'CellCB'.*without the quotes"):
+        show_source("CellCB")
