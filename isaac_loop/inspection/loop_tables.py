@@ -84,8 +84,8 @@ def _replaced_by(cb, event, trainer):
     return [callback_name(o) for o in others if handler_of(o, event) is not None]
 
 # %% ../../nbs/inspection/01_loop_tables.ipynb #e4874416
-_NO_SOURCE = ('Python has no source of {}, so it cannot be shown. What is built in, or was typed into a prompt, '
-              'has none. Methods in a file or in a cell of a notebook have one.')
+_NO_SOURCE = ('Python has no source of {}, so it cannot be shown. What is built in, or was typed into a '
+              'prompt, has none. Methods in a file or in a cell of a notebook have one.')
 _A_TEXT = '`show_source` got the text {!r}. Give it the thing itself, without the quotes.'
 
 def _source_of(obj):

@@ -62,11 +62,12 @@ def save_loss_plot(
     return path
 
 def plot_path(
-    path, # As the user wrote it; `.png` if it has no suffix
+    path, # As the user wrote it; `.png` if it has no suffix, and 'loss.png' in a folder
 )->Path: # The full path, in a folder that exists
     "Check before a long run that a picture can be saved at `path`"
     from matplotlib.figure import Figure
     path = Path(path).expanduser().resolve()
+    if path.is_dir(): path = path/'loss.png'
     if not path.suffix: path = path.with_suffix('.png')
     kinds = Figure().canvas.get_supported_filetypes()
     known = path.suffix[1:] in kinds

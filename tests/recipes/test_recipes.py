@@ -19,6 +19,7 @@ import isaac_loop.tune.batch_finder  # noqa: F401 (more methods of the trainer)
 import isaac_loop.tune.lr_finder  # noqa: F401
 import isaac_loop.evaluate.evaluation  # noqa: F401
 import isaac_loop.show.plots  # noqa: F401
+from isaac_loop.recipes.demo import plot_path
 from isaac_loop.inspection.activations import ActivationStatsCB
 from isaac_loop.device.device import DeviceCB
 from isaac_loop.metrics.metrics import MetricsCB
@@ -336,3 +337,10 @@ def test_a_resnet_of_one_input_channel_by_timm_passes_90_percent(monkeypatch):
     model = get_model_timm("resnet18", in_chans=1, num_classes=10)
     assert model[0][0].in_channels == 1
     assert five_epochs(model)[-1] > 0.9
+
+
+def test_a_plot_goes_into_a_folder_that_is_there(tmp_path, monkeypatch):
+    assert plot_path(tmp_path) == tmp_path.resolve() / "loss.png"
+    monkeypatch.chdir(tmp_path)
+    assert plot_path(".") == tmp_path.resolve() / "loss.png"
+    assert plot_path("curves") == tmp_path.resolve() / "curves.png"
