@@ -70,6 +70,8 @@ def flat(
 _NOT_YET = '`trainer.{}` does not exist yet. It is written by {}, which has not happened.'
 _ASIDE = (' This is a run on the side, such as an evaluation, for callbacks below `Order.RECORD`. '
           'Give a callback that only watches `order = Order.RECORD`.')
+_NOT_MADE = (' The trainer has not been made yet: an `__init__` of your own begins with '
+             '`super().__init__(dls, loss_func, opt_func, model, callbacks)`.')
 _NO_PREDICT = ('A trainer predicts for a whole loader: `trainer.get_preds(dl)`. '
                'For one batch call the model: `trainer.model.eval()(x)`.')
 
@@ -125,6 +127,7 @@ class ByName:
         near = '' if name.startswith('_') else did_you_mean(name, [*STATE, *named, *methods], cutoff=0.7)
         hint = called_here(name, OF_TRAINER) or near
         missing = f'`{type(self).__name__}` has no attribute and no callback `{name}`.{hint}'
+        if 'plan' not in vars(self): raise AttributeError(missing + _NOT_MADE, name=None, obj=None)
         if hint: raise AttributeError(missing, name=None, obj=None) # Without Python's own guess
         raise AttributeError(missing)
 

@@ -1246,3 +1246,13 @@ def test_an_event_with_capitals_is_refused():
     assert "beforeLong" not in str(told.value)
     with pytest.raises(ValueError, match="`CamelTrainer.getLoss` is not an event.*`get_loss`"):
         CamelTrainer([], F.mse_loss, optim.SGD, nn.Linear(1, 1), BasicTrainCB())
+
+
+class ForgetsToBeMade(Trainer):
+    def __init__(self):
+        self.mine = 1
+
+
+def test_a_trainer_that_forgot_to_be_made_says_so():
+    with pytest.raises(AttributeError, match=r"`super\(\).__init__\(dls"):
+        ForgetsToBeMade().fit(1)
