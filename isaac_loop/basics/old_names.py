@@ -155,6 +155,7 @@ KEYWORDS = {
     'conv': {'ks': '`kernel_size`', 'ni': '`n_inp`', 'nf': '`n_out`'},
     'show_image': {'im': '`image`', 'noframe': '`frame=False`'}, 'show_images': {'ims': '`images`'},
     'get_grid': {'title': '`suptitle`'},
+    'get_dataloaders': {'bs': '`batch_size`'}, 'from_dataset_dict': {'bs': '`batch_size`'},
 }
 ATTRIBUTES = {
     'MetricsCB': {'losses': "`trainer.history['train_loss']`", 'losses_batch': '`trainer.history.batches`',

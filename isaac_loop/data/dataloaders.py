@@ -39,6 +39,7 @@ class DataLoaders:
         self.n_inp = 1 if n_inp is None and self.split is None else n_inp
 
     @classmethod
+    @old_words
     def from_dataset_dict(cls,
         dataset_dict, # Datasets by the name of their split, such as a Hugging Face `DatasetDict`
         batch_size:int, # Rows in a training batch; validation takes twice as many
@@ -113,6 +114,7 @@ _UNNAMED = ('`columns` is {columns}, and the rows are of type {kind}, whose entr
             'would have no effect. Leave it out, or let the dataset give a dict for each row.')
 
 # %% ../../nbs/data/10_dataloaders.ipynb #c3fa805f
+@old_words
 def get_dataloaders(
     train, # Dataset for training, or None
     valid, # Dataset for validation, or None

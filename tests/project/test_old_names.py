@@ -40,8 +40,8 @@ def make_trainer(callbacks=None, cls=Trainer, **kwargs):
 
 
 def known(name):
-    "What stands in a table as `name`: a class or function, or a method of the trainer"
-    return vars(everything).get(name) or getattr(Trainer, name)
+    "What stands in a table as `name`: a class or function, or a method of the trainer or of the loaders"
+    return vars(everything).get(name) or getattr(Trainer, name, None) or getattr(DataLoaders, name)
 
 
 def made(name, **kwargs):
