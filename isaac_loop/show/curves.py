@@ -64,6 +64,7 @@ def _draw_column(ax, rows, name, label):
     values = [row[name] if _is_number(row.get(name)) else math.nan for row in rows]
     marker = '.' if len(rows) <= 60 else None # Of more one sees the line
     ax.plot(range(1, len(rows)+1), values, marker=marker, gid=name, label=f'{label} {name}'.strip())
+    ax.dataLim.update_from_data_x([1, len(rows)], ignore=False) # NaN at the end would shorten the axis
 
 def _mark_fits(ax, rows):
     "A dotted line where a new fit begins"

@@ -726,3 +726,11 @@ def test_a_look_at_a_batch_of_a_trained_trainer_warns_of_nothing():
         trainer.fit(1, valid=False)
         trainer.show_image_batch(2)
         trainer.fit(1, valid=False)
+
+
+def test_epochs_without_a_number_keep_their_place_on_every_axis():
+    "Losses that became NaN ended the axis before the metric beside it"
+    nan = float("nan")
+    rows = [dict(fit=1, epoch=i, train_loss=nan if i else 2.0, accuracy=50.0 + i) for i in range(4)]
+    losses, metrics = plot_history(rows)
+    assert losses.get_xlim() == metrics.get_xlim() and losses.get_xlim()[1] > 4
