@@ -16,7 +16,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .errors import UnsaveableState
+from .errors import ResumeMismatch, UnsaveableState
 from ..data.random_generators import drawn_from, set_drawn
 from .change_marks import CONTAINERS, HELD, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, part_of
@@ -199,7 +199,7 @@ class Putter:
         if kind == 'members': self.members(here, saved['value'], path)
         elif kind == 'state' and isinstance(here, optim.Optimizer): load_opt(here, saved['value'])
         elif kind == 'state': here.load_state_dict(saved['value'])
-        else: set_drawn(here, saved['value'])
+        else: _set_drawn(here, saved['value'], path)
         return here
 
     def _list(self, here, saved, path):
@@ -245,6 +245,26 @@ class Putter:
     def _device(self, saved):
         device = torch.device(saved)
         return device if device.type == self.device.type else self.device
+
+def _set_drawn(here, state, path):
+    "Put a generator where another one stood; one of another kind cannot go on there"
+    try: set_drawn(here, state)
+    except Exception as e:
+        raise ResumeMismatch(_OTHER_KIND.format(path, _kind_told(state), _kind_of(here))) from e
+
+def _kind_of(x):
+    drawn = drawn_from(x)
+    return type(x).__name__ if drawn is None else _kind_told(drawn)
+
+def _kind_told(state):
+    "Whose state this is"
+    if torch.is_tensor(state): return 'torch.Generator'
+    if isinstance(state, dict): return f'numpy.random.{state["bit_generator"]}'
+    return 'random.Random' if isinstance(state[0], int) else 'numpy.random.RandomState'
+
+_OTHER_KIND = ('`{}` drew its random numbers from `{}` when it was saved, and here it is `{}`, which cannot '
+               'go on where that stood. Let the script begin with a generator of that kind, and seed it anew '
+               'where a fit exchanges it, or begin anew in another folder.')
 
 def _set(owner, name, value):
     "Set an attribute, also of what is frozen, what a module hides, and what a bare property reads"

@@ -26,6 +26,7 @@ from isaac_loop.all import (
     DataLoaders,
     EvaluatorCB,
     MetricsCB,
+    ResumeMismatch,
     Trainer,
     each_image,
     exact_loader,
@@ -463,3 +464,33 @@ def test_another_modules_names_are_those_that_code_reads():
     sys.modules.setdefault("elsewhere", elsewhere)
     anew()
     assert list(data_generators(DataLoader(OfModule(), 4))) == ["dataset.noise.elsewhere.rng"]
+
+
+def _number(rng):
+    return torch.rand(1, generator=rng).item() if isinstance(rng, torch.Generator) else rng.random()
+
+
+class HoldsCB:
+    def __init__(self, rng):
+        self.rng = rng
+
+    def before_batch(self, trainer):
+        trainer.batch = trainer.batch[0] + float(_number(self.rng)) / 10, trainer.batch[1]
+
+
+OF_KINDS = {
+    "random.Random": lambda: random.Random(1),
+    "numpy.random.PCG64": lambda: np.random.default_rng(1),
+    "numpy.random.RandomState": lambda: np.random.RandomState(1),
+    "torch.Generator": lambda: torch.Generator().manual_seed(1),
+}
+
+
+@pytest.mark.parametrize("here", OF_KINDS)
+@pytest.mark.parametrize("saved", OF_KINDS)
+def test_a_run_does_not_go_on_with_a_generator_of_another_kind(saved, here, tmp_path):
+    outcome(CheckpointCB(tmp_path, every=2), HoldsCB(OF_KINDS[saved]()), after_batch)
+    told = rf"`HoldsCB.rng` drew its random numbers from `{saved}` .* here it is `{here}`"
+    fails = contextlib.nullcontext() if saved == here else pytest.raises(ResumeMismatch, match=told)
+    with fails:
+        outcome(CheckpointCB(tmp_path, every=2), HoldsCB(OF_KINDS[here]()))
