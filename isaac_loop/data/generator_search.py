@@ -8,14 +8,14 @@ __all__ = []
 # %% ../../nbs/data/56_generator_search.ipynb #eeef615d
 from functools import lru_cache
 from operator import is_, itemgetter
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType
 
 from torch import nn
 
 from ..basics.tensors import OF_MODULES
 from .generators import found_from, roots_in
 from .ways import ENTRIES, HELD, KNOWN, are_ends, entries_of, is_end
-from .ways import is_filled, is_told_by_attributes, names_in, namespaces_of
+from .ways import is_filled, is_told_by_attributes, is_users_module, names_in, namespaces_of
 from .ways import package_of, ways_from
 
 # %% ../../nbs/data/56_generator_search.ipynb #9364cf3e
@@ -57,9 +57,9 @@ def _all_in(spaces):
 # %% ../../nbs/data/56_generator_search.ipynb #3a1c8101
 def _in_function(f):
     if package_of(f) in KNOWN: return _in_others(f)
-    named = [f.__globals__.get(name) for name in names_in(f.__code__)[0]]
-    modules = [o.__name__.partition('.')[0] for o in named if isinstance(o, ModuleType)]
-    if not KNOWN.issuperset(modules): return _in_others(f)
+    names,_,imports = names_in(f.__code__)
+    named = list(map(f.__globals__.get, names))
+    if imports or any(map(is_users_module, named)): return _in_others(f)
     cells = [cell.cell_contents for cell in f.__closure__ or () if is_filled(cell)]
     defaults = *(f.__defaults__ or ()),*(f.__kwdefaults__ or {}).values()
     return [*named, *cells, *defaults, *vars(f).values()]

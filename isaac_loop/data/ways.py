@@ -146,23 +146,51 @@ def is_filled(
     except ValueError: return False
 
 def _of_script(f):
-    names,further = names_in(f.__code__)
-    held = [(name, f.__globals__[name]) for name in names if name in f.__globals__]
-    modules = [(name, vars(o)) for name,o in held if isinstance(o, ModuleType)]
-    modules = [(name, own) for name,own in modules if own['__name__'].partition('.')[0] not in KNOWN]
-    deeper = [(f'.{name}.{k}', own[k]) for name,own in modules for k in further if k in own]
-    return [(f'.{name}', o) for name,o in held] + deeper
+    names,further,imports = names_in(f.__code__)
+    held = [(f'.{name}', f.__globals__[name]) for name in names if name in f.__globals__]
+    package = f.__globals__.get('__package__') or ''
+    imported = [_imported(package, *o) for o in imports] if imports else []
+    return held + _in_modules([*held, *imported], further)
+
+def _in_modules(pairs, names):
+    "What the modules of a user among these hold under the names, and the modules in them, as a package has"
+    near,found,seen = deque(pairs),[],set()
+    while near:
+        path,module = near.popleft()
+        if id(module) in seen or not is_users_module(module): continue
+        seen.add(id(module))
+        inner = [(f'{path}.{k}', vars(module)[k]) for k in names if k in vars(module)]
+        found += inner
+        near += inner
+    return found
+
+def is_users_module(
+    x, # Any object
+)->bool:
+    "Whether it is a module, and not of a library whose code draws from nothing of a user"
+    return isinstance(x, ModuleType) and str(vars(x).get('__name__')).partition('.')[0] not in KNOWN
+
+def _imported(package, level, name):
+    "A module that a function of a package imports, as far as it has been imported by now"
+    if level: name = '.'.join(filter(None, [*package.split('.')[:package.count('.')+2-level], name]))
+    return f'.{name}',sys.modules.get(name)
 
 @lru_cache(maxsize=4096)
 def names_in(
     code, # Of a function
-)->tuple: # Two tuples
-    "Names of the module, and names of attributes, that code reads, also that of functions in it"
-    read = {o.argval for o in dis.get_instructions(code) if o.opname in ('LOAD_GLOBAL', 'LOAD_NAME')}
+)->tuple: # Three tuples
+    "Names of the module, names of attributes, and modules of a user that code reads, also in its functions"
+    steps = list(dis.get_instructions(code))
+    read = {o.argval for o in steps if o.opname in ('LOAD_GLOBAL', 'LOAD_NAME')}
     inner = [names_in(o) for o in code.co_consts if isinstance(o, type(code))]
-    both = [read, set(code.co_names) - read]
-    for names in inner: both = [mine.union(of_it) for mine,of_it in zip(both, names)]
-    return tuple(tuple(sorted(names)) for names in both)
+    found = [read, set(code.co_names) - read, _imports_in(steps)]
+    for names in inner: found = [mine.union(of_it) for mine,of_it in zip(found, names)]
+    return tuple(tuple(sorted(names)) for names in found)
+
+def _imports_in(steps):
+    "Pairs of how many packages further up, and a name; the number comes two steps before its import"
+    pairs = [(a.argval, b.argval) for a,b in zip(steps, steps[2:]) if b.opname == 'IMPORT_NAME']
+    return {(level, name) for level,name in pairs if level or name.partition('.')[0] not in KNOWN}
 
 # %% ../../nbs/data/53_ways.ipynb #454b5979
 def ways_from(

@@ -7,9 +7,11 @@ gives way to another one between two evaluations.
 import contextlib
 import copy
 import functools
+import importlib
 import io
 import pickle
 import random
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader
 from isaac_loop.all import BasicTrainCB, DataLoaders, EvaluatorCB, MetricsCB, Order, Trainer, each_image
 from isaac_loop.data import generator_search
 from isaac_loop.data.generator_search import GeneratorSearch
-from isaac_loop.data.generators import data_generators, own_generators
+from isaac_loop.data.generators import data_generators, found_from, own_generators
 from isaac_loop.data.ways import ways_from
 
 AT_TOP = random.Random(1)
@@ -526,6 +528,38 @@ def test_the_generator_of_a_sampler_that_a_loader_holds_once_more_is_of_the_orde
     assert data_generators(dl, [""]) == {}
     dl.noise = torch.Generator()
     assert data_generators(dl, [""]) == {"noise": dl.noise}
+
+
+READERS = {
+    "through the package": "import proj.noise\ndef draw(): return proj.noise.rng.random()",
+    "through a function there": "import proj.noise\ndef draw(): return proj.noise.drawn()",
+    "imported inside": "def draw():\n    import proj.noise\n    return proj.noise.rng.random()",
+    "one name imported inside": "def draw():\n    from proj.noise import drawn\n    return drawn()",
+    "another name inside": "def draw():\n    import proj.noise as other\n    return other.drawn()",
+    "from here": "def draw():\n    from . import noise\n    return noise.drawn()",
+    "from further up": "def draw():\n    from ..noise import drawn\n    return drawn()",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_generator_in_a_package_is_found_however_its_module_is_reached(reader, tmp_path, monkeypatch):
+    folder = tmp_path / "proj" / "deep"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "proj" / "__init__.py").touch(), (folder / "__init__.py").touch()
+    noise = "import random\nrng = random.Random(1)\ndef drawn(): return rng.random()"
+    (tmp_path / "proj" / "noise.py").write_text(noise)
+    place = folder / "reads.py" if reader == "from further up" else tmp_path / "proj" / "reads.py"
+    place.write_text(READERS[reader])
+    try:
+        importlib.import_module("proj.noise")
+        name = "proj.deep.reads" if reader == "from further up" else "proj.reads"
+        module = importlib.import_module(name)
+        found = found_from([("draw", module.draw)])
+        assert list(found.values()) == [sys.modules["proj.noise"].rng]
+    finally:
+        for known in [o for o in sys.modules if o.partition(".")[0] == "proj"]:
+            del sys.modules[known]
 
 
 class CopyCB:
