@@ -109,7 +109,14 @@ def roots_in(
     held = chain.from_iterable(map(owners_in, trainer.callbacks))
     loaders = [getattr(trainer.dls, name, None) for name in ('train', 'valid')]
     behind = [x for dl in loaders for _,x in [*_roots_of(dl), *_own_class_of(dl)]]
+    behind += _beside_loaders(trainer.dls)
     return [*behind, type(trainer), *map(own.get, sorted(own.keys() - _OF_LOOP)), *held]
+
+def _beside_loaders(dls):
+    "What else the pair of loaders leads to, such as a function that splits batches"
+    own = getattr(dls, '__dict__', None)
+    held = {k: o for k,o in own.items() if k not in ('train', 'valid')} if isinstance(own, dict) else {}
+    return [type(dls), *(o for o in held.values() if not isinstance(o, HELD))]
 
 def own_generators(
     trainer, # With a model and loaders

@@ -562,6 +562,28 @@ def test_a_generator_in_a_package_is_found_however_its_module_is_reached(reader,
             del sys.modules[known]
 
 
+class SplitsItself(DataLoaders):
+    def split(self, batch):
+        return batch[0] + AT_TOP.random(), batch[1]
+
+
+@pytest.mark.parametrize("of", ["function", "class"])
+def test_what_splitting_a_batch_draws_in_an_evaluation_does_not_count(of):
+    def trained(*more):
+        dice = random.Random(1)
+        AT_TOP.seed(1), torch.manual_seed(0)
+        both, model = (batches(), batches(2)), nn.Linear(3, 2)
+        dls = (
+            SplitsItself(*both)
+            if of == "class"
+            else DataLoaders(*both, split=lambda b: (b[0] + dice.random(), b[1]))
+        )
+        Trainer(dls, F.cross_entropy, optim.SGD, model, [BasicTrainCB(), *more]).fit(2, 0.1, valid=False)
+        return model.weight.detach().clone()
+
+    assert torch.equal(trained(), trained(EvaluatorCB(updates=1)))
+
+
 class CopyCB:
     order = Order.RECORD
 
