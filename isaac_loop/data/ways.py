@@ -227,7 +227,8 @@ def _of_data_loader(x):
     "Its data, and what a subclass of the user's own holds beside what each loader has"
     parts = [(f'.{part}', getattr(x, part)) for part in ('dataset', 'collate_fn')]
     own = {how: o for how,o in _attributes(x) if how.lstrip('.') not in _OF_LOADERS}
-    of_samplers = [o for s in (x, x.sampler, x.batch_sampler) for o in (s, getattr(s, 'generator', None))]
-    return parts + [(how, o) for how,o in own.items() if not any(o is known for known in of_samplers)]
+    drawing = x,x.sampler,x.batch_sampler
+    apart = [*drawing, *(getattr(part, 'generator', None) for part in drawing)]
+    return parts + [(how, o) for how,o in own.items() if not any(o is known for known in apart)]
 
 def _of_arrow(x): return [('.transform', (x.format['format_kwargs'] or {}).get('transform'))]

@@ -11,7 +11,8 @@ from types import CodeType, FunctionType
 
 from ...basics.old_names import OF_TRAINER
 from ..source.method_source import function_node, function_of, place, to_follow
-from .check_rules import is_sure, line_in, method_of, package_of, said, users_own
+from .check_rules import is_sure, line_in, method_of, package_of, said
+from .check_rules import users_own
 from ...loop.handlers import has_own_batch
 from ...loop.events import STEPS, callback_name, handler_of
 from ...loop.handlers import takes_part
@@ -153,19 +154,20 @@ def _file_asks_for(path, name):
 def _is_called(f, name):
     "Whether something in the file or among the functions of the module of `f` asks for `name`"
     if _file_asks_for(f.__code__.co_filename, name): return True
-    held = [o for x in [*f.__globals__.values()] for o in (vars(x).values() if isinstance(x, type) else [x])]
+    held = list(f.__globals__.values())
+    for kind in [x for x in held if isinstance(x, type)]: held += vars(kind).values()
     codes = [o.__code__ for o in held if isinstance(o, FunctionType) and o.__globals__ is f.__globals__]
     return any(name in _names_used(code) for code in {f.__code__, *codes})
 
 def _nearly(kind, names, n):
     "Methods of a user's class that take `n` arguments, with the name in `names` that each has nearly"
     classes = _users_classes(kind)
-    own = {name: f for o in reversed(classes) for name,f in vars(o).items()}
+    own = {name: f for held in map(vars, reversed(classes)) for name,f in held.items()}
     for name,f in own.items():
         near = next((o for o in names if _one_letter(name, o) and name[0] == o[0] and name != 'stop'), None)
         if name in names or near is None or near in own or not _called_with(f, n): continue
-        others = [o for other in classes for o in vars(other).values() if isinstance(o, FunctionType)]
-        if any(name in _names_used(o.__code__) for o in others) or _is_called(f, name): continue
+        held = [x for other in classes for x in vars(other).values() if isinstance(x, FunctionType)]
+        if any(name in _names_used(o.__code__) for o in held) or _is_called(f, name): continue
         yield name,near
 
 def nearly_events(scene):
