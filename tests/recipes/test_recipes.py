@@ -174,7 +174,11 @@ def test_steps_of_ones_own_take_the_place_of_the_members():
         r"\(hand the other one to the group.*`CoreCBs\(train=...\)`",
     ):
         new_trainer([CoreCBs("cpu"), MyStepCB()]).fit(1)
-    with pytest.raises(ValueError, match=r"Leave out `BasicTrainCB`, or mark"):
+    with pytest.raises(
+        ValueError,
+        match=r"Leave out `BasicTrainCB`\. To do only some steps .* with `@replaces` in a class that is no "
+        r"subclass of `BasicTrainCB`\.",
+    ):
         new_trainer([CoreCBs("cpu", train=MyStepCB()), BasicTrainCB()]).fit(1)
     ours, theirs = new_trainer([CoreCBs("cpu", train=MyStepCB())]), new_trainer([CoreCBs("cpu")])
     for trainer in (ours, theirs):
