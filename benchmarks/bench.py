@@ -28,7 +28,8 @@ LIBRARIES = ["by_hand", "ours", "flat_prototype", *PEERS]
 WORKS = ["tiny", "typical", "cnn", "tutorial", "guarded"]
 QUICK = dict(tiny=50, typical=50, cnn=10, tutorial=2, guarded=50)
 N_HOOKS, BY_HAND, OURS = 10, "by hand", ("isaac_loop", "flat prototype")
-OFTEN = {("cnn", name): 5 for name in (BY_HAND, *OURS, "isaac_loop compiled")}  # Pairs a round; otherwise one
+BESIDE = (BY_HAND, *OURS, "isaac_loop compiled")  # The loops between which some percent matter
+OFTEN = dict(tiny=2, typical=2, guarded=2, cnn=5)  # Pairs a round for these; otherwise one
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
 ENV.pop("PYTHONDONTWRITEBYTECODE", None)  # Installed packages have been compiled once; so is this one
 
@@ -103,7 +104,9 @@ def in_order(answer, n_round):
 def measure_pairs(found, running, work, rounds, n):
     "Each library against the loop by hand, pair by pair"
     todo = [(worker, name) for worker in running for name, works in worker.variants.items() if work in works]
-    todo = [(*one, turn_no) for one in todo for turn_no in range(OFTEN.get((work, one[1]), 1))]
+    todo = [
+        (*one, turn_no) for one in todo for turn_no in range(OFTEN.get(work, 1) if one[1] in BESIDE else 1)
+    ]
     for n_round in range(-1, rounds):  # The first pairs warm up
         for worker, name, turn_no in random.sample(todo, len(todo)):
             n_pair = n_round + turn_no

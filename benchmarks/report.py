@@ -14,12 +14,12 @@ from .workloads import make
 HERE = Path(__file__).parent
 QUICK = "**A trial with small work and few rounds, on a busy machine: these figures mean nothing yet.**\n"
 ABOUT = """\
-Each cell of the first five columns: the ratio to the loop by hand, the median of {rounds} pairs (of
-*cnn*, whose runs are short, five times as many for `isaac_loop` and what is beside it), and in brackets
-the middle half of the ratios; then microseconds per batch over the loop by hand (the median of the
-differences). The row *by hand* is that loop against itself, and so the noise. *Hook*: microseconds for
-one call of a hook that does nothing. *Start*: milliseconds of a fit of two batches over those by hand.
-*First fit*: milliseconds of making and fitting the first time in a process over the second time.
+Each cell of the first five columns: the ratio to the loop by hand, the median of {rounds} pairs (for
+`isaac_loop` and what is beside it twice as many, of *cnn*, whose runs are short, five times as many), and
+in brackets the middle half of the ratios; then microseconds per batch over the loop by hand (the median
+of the differences). The row *by hand* is that loop against itself, and so the noise. *Hook*: microseconds
+for one call of a hook that does nothing. *Start*: milliseconds of a fit of two batches over those by
+hand. *First fit*: milliseconds of making and fitting the first time in a process over the second time.
 *Import*: seconds in a fresh interpreter, the least, torch included. *Memory*: the most that a process
 with this library alone has had, in MB over the loop by hand. *Weights*: the largest difference to those
 of the loop by hand in the end, over all kinds of work; 0 is bit for bit. Compiled, operations round
