@@ -825,6 +825,10 @@ CONDITIONS = {
     "match t.epoch:\n    case 0: t.extra = 1": ("(writes)", None),
     "if t.epoch:\n    if t.training: t.extra = 1\n    else: t.extra = 2": ("(writes)", "t.epoch"),
     "if t.epoch: t.extra = 1\nelse: t.extra = 2": ("writes", None),
+    "if t.training:\n    if t.lr: t.extra = 1\n    t.lr = 0\n    if not t.lr: t.extra = 2": (
+        "(writes)",
+        "t.training and t.lr or t.training and (not t.lr)",
+    ),
 }
 
 

@@ -130,7 +130,7 @@ class BothWays(Ways):
         before,left = dict(self.names),[]
         sure,steady = [],[]
         tests = self.tests
-        ways = test,negated(test)
+        ways,known = (test, negated(test)),{what: len(texts) for what,texts in found.conditions.items()}
         for body,condition in zip(bodies, ways):
             self.names,self.doubts,self.asides = dict(before),doubts,asides
             self.tests = (*tests, condition)
@@ -140,7 +140,7 @@ class BothWays(Ways):
             sure.append(found.sure)
             steady.append(found.trains)
         self.doubts,self.asides,self.tests = doubts,asides,tests
-        found.in_both(tests, *ways)
+        found.in_both(tests, ways, known)
         found.sure = outside | set.intersection(*sure) | _sums_in_both(sure)
         found.trains = trains | _of_training(test, *steady) | _sums_in_both(steady)
         self._join(left)

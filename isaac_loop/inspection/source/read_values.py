@@ -167,12 +167,13 @@ class Found:
 
     def in_both(self,
         tests:tuple, # Conditions
-        *ways, # One more condition, and its contrary
+        ways:tuple, # One more condition, and its contrary
+        before:dict, # How many texts there were before these two ways, by kind and name
     ):
         "What happens in both ways happens under `tests` alone"
         texts = [_all_of((*tests, way)) for way in ways]
-        for known in self.conditions.values():
-            if not set(texts).issubset(known): continue
+        for what,known in self.conditions.items():
+            if not set(texts).issubset(known[before.get(what, 0):]): continue
             known[:] = [text for text in known if text not in texts]
             if tests and _all_of(tests) not in known: known.append(_all_of(tests))
 
