@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/evaluate/22_epoch_predictions.ipynb #368ef896
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from fastcore.basics import patch
 
@@ -15,14 +15,17 @@ from ..loop.shared_attributes import offered
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/evaluate/22_epoch_predictions.ipynb #295fc22c
-@contextmanager
 def evaluated_weights(
     trainer, # Its callbacks may have an average to lend
-):
+): # For a `with` block
     "Have the weights in the model that a validation pass would measure now; outside a fit it stays as it is"
+    lenders = offered(trainer, 'lent') if trainer._fitting else ()
+    return _all_lent(trainer.model, lenders) if lenders else nullcontext()
+
+@contextmanager
+def _all_lent(model, lenders):
     with ExitStack() as stack:
-        lenders = offered(trainer, 'lent') if trainer._fitting else ()
-        for lent in lenders: stack.enter_context(lent(trainer.model))
+        for lent in lenders: stack.enter_context(lent(model))
         yield
 
 # %% ../../nbs/evaluate/22_epoch_predictions.ipynb #4de24ff6

@@ -110,9 +110,9 @@ def agreed(
 # %% ../../nbs/evaluate/35_evaluation_pass.ipynb #6a3a7a50
 class PassCB(MetricsCB):
     "Record an evaluation, and call a function after each batch"
-    shows_rows = True # So that nobody prints the row
+    shows_rows = True # So that nobody else prints the row
     def __init__(self, name, metrics, with_loss, look, weigh=None):
-        super().__init__(weigh=weigh, **metrics)
+        super().__init__(weigh=weigh, show=False, **metrics)
         self.name,self.with_loss,self.look = name,with_loss,look
         self.n_done,self.gap = 0,None # Batches that were measured; why there were not more
 

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/evaluate/32_shared_evaluation.ipynb #1bb079dc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Subset
@@ -32,7 +32,6 @@ def _twin(ordered, rows, ranks):
     share_exact(twin, ranks.rank, ranks.size)
     return twin
 
-@contextmanager
 def shared_rows(
     ranks, # Of the trainer
     ordered, # A loader, as of `in_order`
@@ -40,10 +39,13 @@ def shared_rows(
 ): # For a `with` block: the loader to read
     "A loader of which each process reads its part; the same loader where that cannot be, or one is alone"
     twin = _twin(ordered, rows, ranks)
-    if twin is not None: ranks.shared.append(twin)
-    try: yield ordered if twin is None else twin
-    finally:
-        if twin is not None: ranks.shared[:] = [dl for dl in ranks.shared if dl is not twin]
+    return nullcontext(ordered) if twin is None else _known_as_shared(twin, ranks)
+
+@contextmanager
+def _known_as_shared(dl, ranks):
+    ranks.shared.append(dl)
+    try: yield dl
+    finally: ranks.shared[:] = [o for o in ranks.shared if o is not dl]
 
 # %% ../../nbs/evaluate/32_shared_evaluation.ipynb #ed55cbe6
 def first_row(

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/loop/29_fitting.ipynb #c724ce85
 import sys, threading
 from collections.abc import Mapping
-from contextlib import contextmanager, ExitStack, suppress
+from contextlib import contextmanager, ExitStack, nullcontext, suppress
 from functools import lru_cache
 from types import FunctionType
 from weakref import ref
@@ -257,6 +257,7 @@ def _left_tidy(trainer):
         if not trainer._side_runs: trainer._aside_known = KnownInFit()
         strangers = [cb for cb in trainer.callbacks if is_in(cb, trainer._guests)]
         trainer._remove(strangers, delete=True) # Left by an interrupt in an unlucky place
+        trainer._guests = []
         trainer.plan.spans.clear()
         trainer.plan.leaving.clear()
         trainer._take_strangers()
@@ -292,7 +293,7 @@ def _let_go_of_graph(trainer):
 
 def _detached(x):
     "`x` without its graph: a tensor, or a plain list, tuple or dict of some; anything else stays as it is"
-    detached = lambda part: part.detach() if type(part) is torch.Tensor else part
+    detached = lambda part: part.detach() if type(part) is torch.Tensor and part.requires_grad else part
     if type(x) in (list, tuple): return type(x)(map(detached, x))
     return {k: detached(part) for k,part in x.items()} if type(x) is dict else detached(x)
 
@@ -343,7 +344,8 @@ def one_fit(
     keep_opt:bool, # Go on with the optimizer of the last fit?
 ):
     "Have everything ready for a fit"
-    with _left_tidy(trainer), _known_by_thread(trainer), trainer.added_callbacks(callbacks):
+    for_this_fit = nullcontext() if callbacks is None else trainer.added_callbacks(callbacks)
+    with _left_tidy(trainer), _known_by_thread(trainer), for_this_fit:
         forget(trainer, 'epoch', 'dl', 'batches', 'n_batches', 'batch_num', 'batch', 'preds', 'loss')
         trainer.n_epochs,trainer.lr,trainer.epochs = n_epochs,lr,range(n_epochs)
         trainer.history.earlier_updates += trainer.n_updates

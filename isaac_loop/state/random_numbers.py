@@ -18,12 +18,12 @@ from .errors import ResumeMismatch
 from .plain_state import plain
 
 # %% ../../nbs/state/15_random_numbers.ipynb #c59f5c4a
-def memory_of(
-    objects, # Of classes that are written in C
-)->list: # Bytes of each
-    "What the objects hold in themselves"
+def window_on(
+    x, # Of a class that is written in C; it must outlive the window
+): # Its `raw` gives the bytes
+    "What `x` holds in itself, as it is when one looks"
     head = object.__basicsize__
-    return [ctypes.string_at(id(o)+head, type(o).__basicsize__-head) for o in objects]
+    return (ctypes.c_char*(type(x).__basicsize__-head)).from_address(id(x)+head)
 
 class KnownState:
     "The state of a generator, read anew when the memory of its objects has changed"
@@ -33,10 +33,14 @@ class KnownState:
     ):
         self.read,self.objects = read,objects
         self.last = None,None # The memory when the state was read, and the state
+        self.windows = [],[] # Objects, and for each its window
 
     def _memory(self):
         objects = self.objects()
-        return None if objects is None else memory_of(objects)
+        if objects is None: return None
+        if list(map(id, objects)) != list(map(id, self.windows[0])):
+            self.windows = objects,list(map(window_on, objects))
+        return [window.raw for window in self.windows[1]]
 
     def known(self): # None if it has to be read
         "The state now, if the generator stands where it was when its state was read last"
@@ -58,10 +62,11 @@ def leaves_traces(
 )->bool:
     "Whether each draw is seen in the memory of these objects"
     if sys.implementation.name != 'cpython': return False
+    windows = list(map(window_on, objects))
     for draw in draws:
-        before = memory_of(objects)
+        before = [window.raw for window in windows]
         draw()
-        if before == memory_of(objects): return False
+        if before == [window.raw for window in windows]: return False
     return True
 
 @lru_cache(maxsize=2)
