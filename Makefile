@@ -70,7 +70,7 @@ site: $(SITE) # From the outputs that the notebooks hold; a link that leads nowh
 	$(BIN)/python -m sphinx -q -W --keep-going -j 2 -c docs _docs/pages _docs/site
 	@echo "Open _docs/site/index.html"
 
-bench: $(if $(AGAINST),$(READY),$(BENCH)) # Three quarters of an hour; `BENCH_ARGS=--quick` to see that all runs
+bench: $(if $(AGAINST),$(READY),$(BENCH)) # Half an hour and more; `BENCH_ARGS=--quick` to see that all runs
 	$(if $(AGAINST),$(BIN)/python tools/bench_commits.py $(AGAINST),.venv-bench/bin/python -m benchmarks.bench $(BENCH_ARGS))
 
 $(BENCH): benchmarks/requirements.txt benchmarks/requirements-alone.txt constraints.txt
