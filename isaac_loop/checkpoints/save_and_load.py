@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean, warn
-from ..loop.fitting import ready_optimizer
+from ..loop.optimizer import ready_optimizer
 from ..loop.history import updates_of_run
 from ..loop.monitor import mode_of
 from ..loop.ranks import here

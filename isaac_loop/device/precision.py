@@ -13,7 +13,7 @@ from torch.amp import GradScaler, autocast
 from ..basics.checks import warn
 from ..basics.settings import show_settings
 from ..loop.events import CancelException, CancelStepException, Order, replaces
-from ..loop.fitting import one_optimizer
+from ..loop.optimizer import one_optimizer
 from ..train.closures import refuse_closure
 
 # %% ../../nbs/device/20_precision.ipynb #5fc9759b

@@ -15,7 +15,8 @@ from .plain_script.known_callbacks import reason_to_leave_out
 from .plain_script.plain_lines import Leave, joined, lines, only_target, within
 from .plain_script.plain_lines import without_unused
 from .plain_script.printed_lines import broken, printed
-from .plain_script.script_writing import CORE, NotWritten, Writing, form_of, first_batch
+from .plain_script.batch_form import form_of, first_batch
+from .plain_script.script_writing import CORE, NotWritten, Writing
 from .plain_script.source_of_values import bound_names, loaded_names
 from .script_text import Script
 from ..loop.events import callback_name

@@ -24,6 +24,26 @@ def whereabouts(
     in_pass = any(span.name == 'epoch' for span in trainer.plan.spans)
     return f' at {", ".join(places)}' + (kind if in_pass else '')
 
+# %% ../../nbs/loop/21_notes.ipynb #25029ac1
+_NOT_CALLED = ('`{own}.__init__` does not call `super().__init__(...)`, so what `{base}` sets there is '
+               'missing. Let it begin with that call.')
+
+def _sets(cls, name):
+    "Whether the `__init__` of a class, or a method that it calls, has to do with an attribute of this name"
+    init = _names_in(vars(cls)['__init__'])
+    return any(name in names for names in (init, *(_names_in(vars(cls).get(o)) for o in init)))
+
+def _names_in(f): return getattr(getattr(inspect.unwrap(f), '__code__', None), 'co_names', ())
+
+def _unmade_base(error, trainer):
+    "That a callback misses an attribute since its own `__init__` has left out that of its base, or None"
+    callback = error.obj if isinstance(error, AttributeError) else None
+    if callback is None or all(callback is not cb for cb in getattr(trainer, 'callbacks', ())): return None
+    own,*bases = [c for c in type(callback).__mro__ if '__init__' in vars(c)]
+    if any(_sets(own, o) for o in ('super', '__init__', error.name)): return None
+    if any(_sets(base, error.name) for base in bases):
+        return _NOT_CALLED.format(own=own.__name__, base=bases[0].__name__)
+
 # %% ../../nbs/loop/21_notes.ipynb #745439e6
 def add_note(
     error:BaseException, # Stays otherwise unchanged
@@ -42,6 +62,18 @@ _ASIDE = ('This is a run on the side, such as `get_preds` or `lr_find`, in which
           'its `log` go back `if trainer.history.current is None`.')
 _LEARN = '`self.learn` is for callbacks of fastai. Here the trainer is what each method gets as its argument.'
 
+def _helped(error, trainer, event, callback, extra):
+    "Note what helps with errors that are known"
+    if extra and isinstance(error, TypeError) and 'unexpected keyword' in str(error):
+        add_note(error, _EXTRA.format(event, ', '.join(extra)))
+    if isinstance(error, TypeError) and "argument: 'closure'" in str(error): add_note(error, _CLOSURE)
+    asks_learn = isinstance(error, AttributeError) and error.name == 'learn' and error.obj is callback
+    if asks_learn: add_note(error, _LEARN)
+    unmade = _unmade_base(error, trainer)
+    if unmade: add_note(error, unmade)
+    if event == 'log' and getattr(trainer, '_side_runs', 0) and trainer.history.current is None:
+        add_note(error, _ASIDE)
+
 def blame(
     error:BaseException, # Gets a note
     trainer, # Has a `plan`
@@ -58,13 +90,7 @@ def blame(
     callback = next((cb for cb,found in pairs if found == handler), None)
     helpful = hasattr(callback, 'explain') and not isinstance(error, CancelException)
     if helpful: callback.explain(trainer, event, error)
-    if extra and isinstance(error, TypeError) and 'unexpected keyword' in str(error):
-        add_note(error, _EXTRA.format(event, ', '.join(extra)))
-    if isinstance(error, TypeError) and "argument: 'closure'" in str(error): add_note(error, _CLOSURE)
-    asks_learn = isinstance(error, AttributeError) and error.name == 'learn' and error.obj is callback
-    if asks_learn: add_note(error, _LEARN)
-    if event == 'log' and getattr(trainer, '_side_runs', 0) and trainer.history.current is None:
-        add_note(error, _ASIDE)
+    _helped(error, trainer, event, callback, extra)
     if handler is None: return
     name = f'{callback_name(callback)}.{event}' if callback is not None else _name_of(handler)
     add_note(error, f'raised by `{name}`{whereabouts(trainer)}')

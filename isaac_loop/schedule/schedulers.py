@@ -23,7 +23,7 @@ from ..basics.old_names import old_words
 from .annealing import draw_curves
 from ..data.dataloaders import DataLoaders
 from ..loop.events import Order, callback_name
-from ..loop.fitting import one_optimizer
+from ..loop.optimizer import one_optimizer
 from ..loop.passes import planned_updates
 from ..loop.shared_attributes import offering
 from ..train.optimizer_options import BeforeSchedule, options_of, put_option

@@ -15,11 +15,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, is_number, warn
-from ..data.shared_loaders import rows_given
-from ..loop.events import CancelBatchException, CancelEpochException, CancelException
+from ..loop.events import CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
-from ..loop.passes import n_batches
 from ..loop.shared_attributes import offering
+from .norm_statistics import batch_norms_in, measure_norms, share_means
 
 # %% ../../nbs/train/50_averaging.ipynb #fd9ef505
 _TWO_AVERAGES = ('`{cb}` and `{other}` both put an average into the model for validation, and only one can '
@@ -281,72 +280,7 @@ class SWACB(_AveragingCB):
     def _begun(self, trainer): return trainer.epoch >= self._first(trainer)
     def _counts(self, trainer): return self.every == 'update' and self._begun(trainer)
 
-# %% ../../nbs/train/50_averaging.ipynb #1e54b63c
-_BatchNorm = torch.nn.modules.batchnorm._BatchNorm
-
-def _batch_norms(model): return [module for module in model.modules() if isinstance(module, _BatchNorm)]
-
-@contextmanager
-def _measuring(model):
-    "Let the batch norms of `model` forget what they know, and take the plain mean over the batches that come"
-    modes = [(module, module.training) for module in model.modules()]
-    momenta = [(norm, norm.momentum) for norm in _batch_norms(model)]
-    for norm,_ in momenta:
-        norm.reset_running_stats()
-        norm.momentum = None
-    model.train()
-    try: yield
-    finally:
-        for module,mode in modes: module.training = mode
-        for norm,momentum in momenta: norm.momentum = momentum
-
-# %% ../../nbs/train/50_averaging.ipynb #945a5a1f
-class _MeasureCB:
-    "Run batches through the average, so that its batch norms see them; nothing is learnt"
-    n_batches = 0
-    def __init__(self, model, most): self.model,self.most = model,most
-
-    def before_batch(self, trainer):
-        "End a pass that has had as many batches as one of the fit"
-        if trainer.batch_num == self.most: raise CancelEpochException(f'a pass of the fit had {self.most}')
-
-    def predict(self, trainer):
-        "Let the average see the batch, if this process has rows of it"
-        is_shared = trainer.ranks.shares(trainer.dl)
-        if is_shared and rows_given(trainer.dl) == 0: raise CancelBatchException('no rows of this batch')
-        trainer.preds = self.model(*trainer.split(trainer.batch)[0])
-        self.n_batches += 1
-
-    def after_predict(self, trainer):
-        "Leave the batch"
-        raise CancelBatchException('batch norm has seen it')
-
-    def get_loss(self, trainer): "Nothing"
-    backward = step = zero_grad = get_loss
-
-def _measure_anew(average, trainer):
-    "Run the training data through `average` for its batch norms"
-    loader,grads = trainer.dls.train,[p.grad for p in trainer.model.parameters()]
-    position = loader.state_dict() if hasattr(loader, 'load_state_dict') else None
-    before = {name: x.clone() for name,x in average.state_dict().items()}
-    passed = [n for _,n in trainer._lengths if n_batches(loader) is None] # A stream may be endless
-    measure = _MeasureCB(average, max(passed, default=None))
-    side_run = trainer.side_run(measure, below=Order.STEP)
-    try:
-        with _measuring(average), side_run as side, torch.no_grad(): side.fit(1, valid=False)
-    finally:
-        if position is not None: loader.load_state_dict(position)
-        for p,grad in zip(trainer.model.parameters(), grads): p.grad = grad
-        if not measure.n_batches: average.load_state_dict(before)
-    return measure.n_batches
-
-@torch.no_grad()
-def _share_means(average, n, ranks):
-    "Have the means over the batches of all processes in the batch norms; this one has seen `n`"
-    for norm in _batch_norms(average):
-        for x in (norm.running_mean, norm.running_var):
-            if x is not None: x.copy_(ranks.total(x*n)/ranks.total(x.new_tensor(n)))
-
+# %% ../../nbs/train/50_averaging.ipynb #efe7ada5
 _NOT_MEASURED = ('The batch norms of the average that `SWACB` has made were not measured, because {why}, '
                  'and have the running means of the last weights. Measure them with '
                  '`torch.optim.swa_utils.update_bn`, or use the weights that were trained.')
@@ -366,10 +300,10 @@ def _warn_of_norms(why): warn(_NOT_MEASURED.format(why=why))
 @patch
 def after_fit(self:SWACB, trainer):
     "Measure batch norm anew for the average"
-    if not (self.update_bn and self.evaluated is not None and _batch_norms(self.average)): return
-    n = _measure_anew(self.average, trainer)
+    if not (self.update_bn and self.evaluated is not None and batch_norms_in(self.average)): return
+    n = measure_norms(self.average, trainer)
     if not trainer.ranks.total(torch.tensor(n)): return _warn_of_norms('a callback let no batch through')
-    if trainer.ranks.size > 1: _share_means(self.average, n, trainer.ranks)
+    if trainer.ranks.size > 1: share_means(self.average, n, trainer.ranks)
 
 @patch
 def cleanup_fit(self:SWACB, trainer):
@@ -380,4 +314,4 @@ def cleanup_fit(self:SWACB, trainer):
     _AveragingCB.cleanup_fit(self, trainer)
     if has_trained and not (self.n_averaged or trainer._side_runs): _warn_of_nothing(self, trainer)
     if not (cancelled and self.update_bn and self.n_averaged > self._loaded): return
-    if _batch_norms(self.average): _warn_of_norms(f'the fit was cancelled ({trainer.exception})')
+    if batch_norms_in(self.average): _warn_of_norms(f'the fit was cancelled ({trainer.exception})')

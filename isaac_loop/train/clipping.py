@@ -18,7 +18,7 @@ from ..basics.tensors import whole
 from ..basics.old_names import old_words
 from ..loop.batch_record import check_column
 from ..loop.events import Order
-from ..loop.fitting import one_optimizer
+from ..loop.optimizer import one_optimizer
 from ..loop.numbers_on_device import DeviceRecord, place_of
 from ..loop.shared_attributes import check_columns
 

@@ -18,7 +18,7 @@ from ..data.shared_loaders import rows_given
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.events import callback_name
-from ..loop.fitting import scale_rates
+from ..loop.optimizer import scale_rates
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
 from ..loop.trainer import Trainer

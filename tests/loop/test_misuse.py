@@ -24,11 +24,14 @@ from isaac_loop.all import (
     CancelStepException,
     DataLoaders,
     EMACB,
+    EarlyStoppingCB,
+    EvaluatorCB,
     LimitCB,
     MetricsCB,
     NBatchCB,
     OneCycleSchedulerCB,
     Order,
+    ProgressCB,
     Trainer,
     get_dataloaders,
     replaces,
@@ -1256,3 +1259,42 @@ class ForgetsToBeMade(Trainer):
 def test_a_trainer_that_forgot_to_be_made_says_so():
     with pytest.raises(AttributeError, match=r"`super\(\).__init__\(dls"):
         ForgetsToBeMade().fit(1)
+
+
+UNMADE = [MetricsCB, EvaluatorCB, EarlyStoppingCB, ProgressCB, OneCycleSchedulerCB]
+
+
+@pytest.mark.parametrize("base", UNMADE, ids=lambda base: base.__name__)
+def test_an_init_that_leaves_out_that_of_its_base_is_named(base):
+    class Mine(base):
+        def __init__(self):
+            self.seen = []
+
+    with pytest.raises(AttributeError) as caught:
+        trainer_with(Mine()).fit(1)
+    assert any(
+        note.startswith("`Mine.__init__` does not call `super().__init__(...)`, so what `")
+        for note in caught.value.__notes__
+    )
+
+
+def test_whoever_calls_it_and_misses_something_else_is_told_nothing_of_it():
+    class Mine(MetricsCB):
+        def __init__(self):
+            super().__init__(show=False)
+
+        def before_batch(self, trainer):
+            self.seen.append(trainer.batch)
+
+    class Bare(MetricsCB):
+        def __init__(self):
+            self.seen = []
+
+        def before_fit(self, trainer):
+            self.unseen.clear()
+
+    for callback in (Mine(), Bare()):
+        with pytest.raises(AttributeError, match="seen") as caught:
+            trainer_with(callback).fit(1)
+        first = caught.value.__notes__[0]
+        assert first.startswith("raised by"), first
