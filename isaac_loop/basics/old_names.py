@@ -29,7 +29,7 @@ NAMES = {
     'SingleBatchCB': '`OneBatchCB()`', 'ShortEpochCallback': '`NBatchCB(n_batches)`',
     'MixedPrecision': "`MixedPrecisionCB('float16')`",
     'GradientAccumulation': '`AccumulationCB`', 'GradientClip': '`ClipGradCB`',
-    'BnFreeze': '`BatchNormEvalCB`',
+    'BnFreeze': '`BatchNormEvalCB(only_frozen=True)`',
     'HasLearnCB': 'not needed, since each method gets the trainer',
     # Rates
     'BaseSchedCB': '`BatchSchedulerCB`', 'BaseSchedulerCB': '`BatchSchedulerCB`',
@@ -39,7 +39,7 @@ NAMES = {
     # Measuring, showing, stopping, keeping
     'Recorder': '`MetricsCB`', 'TrackerCallback': '`Monitor`',
     'ProgressCallback': '`ProgressCB()`', 'ShowGraphCallback': '`LivePlotCB()`',
-    'EarlyStoppingCallback': '`EarlyStoppingCB`', 'TerminateOnNaNCallback': '`NonFiniteStopCB()`',
+    'EarlyStoppingCallback': '`EarlyStoppingCB`', 'TerminateOnNaNCallback': '`NonFiniteStopCB(every=1)`',
     'SaveModelCallback': "`KeepBestCB()`, or `CheckpointCB(folder, monitor='valid_loss')` for the disk",
     'CSVLogger': '`LoggerCB(CSV(folder))`', 'TensorBoardCallback': '`LoggerCB(TensorBoard(folder))`',
     'WandbCallback': '`LoggerCB(WandB(project))`', 'WandBCB': '`LoggerCB(WandB(project))`',

@@ -54,8 +54,7 @@ class RewindCB(ResumingCB):
         self._found = self._walked = None
 
     def _between_batches(self, trainer):
-        is_new = trainer.n_updates not in (0, self._at)
-        due = self.every and is_new and trainer.n_updates % self.every == 0
+        due = self.every and trainer.n_updates//self.every > self._at//self.every # Some batches jump over one
         if due: self._remember(trainer, trainer.epoch, self._batches)
 
     def _between_epochs(self, trainer):

@@ -44,7 +44,8 @@ class When:
         "What the rule says in this process"
         is_new = trainer.n_updates != self.updates
         if callable(self.every): return is_new and bool(self.every(trainer))
-        if isinstance(self.every, Integral): return is_new and trainer.n_updates % self.every == 0
+        if isinstance(self.every, Integral): # A batch may have several updates, and jump over a multiple
+            return trainer.n_updates//self.every > self.updates//self.every
         return time.monotonic()-self.saved_at >= self.seconds
 
     def _alike(self, trainer):

@@ -94,7 +94,7 @@ def facts_of(
 
 # %% ../../nbs/device/63_alike.ipynb #c1553af4
 _DIFFERENT = ('The processes were not set up alike, so they would not train one model: {differences}. Let '
-              'all of them run the same script.')
+              'all of them run the same script, and draw nothing before `set_seed`.')
 
 def check_alike(
     ranks, # Of all processes

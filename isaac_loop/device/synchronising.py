@@ -242,6 +242,10 @@ def _check_backward(trainer, params, exchanged):
     if any(grad is not None for grad in grads): raise RuntimeError(_NO_BACKWARD.format(cls=cls.__name__))
 
 # %% ../../nbs/device/67_synchronising.ipynb #aa21fa2f
+_NO_PARAMETERS = ('Processes that share batches put their gradients together, and there is no parameter that '
+                  'could have one: not in the model, nor in the loss or a callback. So what is learnt in '
+                  'another way would be another thing in each process. Train this model in one process.')
+
 class DistributedSync(WeighedShare):
     "Put the gradients of all processes together before each step"
     order,exchange = Order.EXCHANGE,Exchange
@@ -273,6 +277,7 @@ class DistributedSync(WeighedShare):
         self._forget()
         self.lockstep,self.agreed = True,None
         named = named_parameters(trainer)
+        if not named: raise ValueError(_NO_PARAMETERS)
         known = self._exchange.params if self._exchange else ()
         same = len(known) == len(named) and all(p is q for p,(_,q) in zip(known, named))
         if not same: self._exchange = self.exchange(trainer.ranks, named)

@@ -365,6 +365,32 @@ def test_a_save_that_fails_is_an_error_and_training_can_go_on(tmp_path, monkeypa
     same(fit(make_trainer()), fit(make_trainer(callbacks(tmp_path / "other"))))
 
 
+class TwoUpdates(Trainer):
+    "Two updates in each batch"
+
+    def one_batch(self):
+        for self.turn in "ab":
+            self.run_callbacks("predict", "get_loss")
+            if self.training:
+                self.run_callbacks("backward", "step", "zero_grad")
+
+
+def test_batches_with_several_updates_do_not_jump_over_the_time_to_save(tmp_path):
+    "One step is left out, so updates are odd from then on and meet no multiple of four"
+
+    def before_step(trainer):
+        if trainer.turn == "b" and trainer.n_updates == 1:
+            raise CancelStepException("left out once")
+
+    kept = RewindCB(every=4, keep=30)
+    extra = [before_step, CheckpointCB(tmp_path, every=4, keep_last=None), kept]
+    trainer = TwoUpdates(make_loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), *extra])
+    trainer.fit(1, lr=1e-3, valid=False)
+    assert trainer.n_updates == 13
+    assert [o.step for o in CheckpointStore(tmp_path, read_only=True).list()] == [5, 9, 13]
+    assert [state[1]["position"]["n_updates"] for state in kept.states.values()] == [5, 9, 13]
+
+
 @pytest.mark.shows("NEMO-26", "NEMO-35", "AIT-39", "AIT-40", "PTA-25", "PTA-27", "SON-16")
 def test_the_best_is_kept_and_never_a_wrong_one_deleted(tmp_path):
     "The original's own list of accuracies, .5 .9 .6 .7 .4 and two kept, and NaN is never best"

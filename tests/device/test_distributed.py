@@ -562,3 +562,33 @@ def test_loaders_are_given_back_though_one_refuses():
     assert back == ["train", "valid"]
     cb._give_loaders_back()
     assert back == ["train", "valid"]
+
+
+class Means(nn.Module):
+    "What is learnt lies in a buffer"
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+
+def without_parameters(n):
+    class MeanCB:
+        def predict(self, trainer):
+            trainer.preds = trainer.batch[0] - trainer.model.mean
+
+        def step(self, trainer):
+            trainer.model.mean += 0.1 * trainer.preds.mean(0)
+
+        get_loss = backward = zero_grad = lambda self, trainer: None
+
+    made = Trainer(loaders(), None, None, Means(), [MeanCB(), DistributedCB(timeout=20)])
+    try:
+        made.fit(1, valid=False)
+    except ValueError as error:
+        return str(error)
+
+
+def test_what_has_no_gradients_is_refused_before_it_trains():
+    for text in in_processes(2, without_parameters, 1):
+        assert text.startswith("Processes that share batches put their gradients together, and there is no")

@@ -1,13 +1,16 @@
 "The pages of the site, as far as they can be told without building it: text in, text out."
 
+import ast
 import importlib.util
 import inspect
+import json
 
 import pytest
 
 from isaac_loop.all import EMACB, Trainer
 from places import ROOT
 
+TUTORIALS = sorted((ROOT / "nbs/tutorials").glob("*.ipynb"))
 spec = importlib.util.spec_from_file_location("site_pages", ROOT / "docs/pages.py")
 pages = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pages)
@@ -94,3 +97,19 @@ def test_every_tutorial_is_in_the_contents_once_and_in_the_order_of_the_readme()
 def test_every_folder_is_a_chapter():
     folders = {p.parts[0] for p in pages.notebooks()} - {"tutorials"}
     assert set(pages.folders()) == folders
+
+
+def imported(code):
+    "Names that the imports of some code give"
+    nodes = [o for o in ast.walk(ast.parse(code)) if isinstance(o, (ast.Import, ast.ImportFrom))]
+    return {(alias.asname or alias.name).split(".")[0] for node in nodes for alias in node.names}
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_no_shown_cell_of_a_tutorial_needs_a_hidden_import(path):
+    cells = [o for o in json.loads(path.read_text())["cells"] if o["cell_type"] == "code"]
+    hidden = [pages.text(o) for o in cells if pages.shown_cell(o, str) is None]
+    shown = "\n".join(pages.text(o) for o in cells if pages.shown_cell(o, str) is not None)
+    read = {o.id for o in ast.walk(ast.parse(shown)) if isinstance(o, ast.Name)}
+    missing = {name for code in hidden for name in imported(code)} - imported(shown)
+    assert not missing & read
