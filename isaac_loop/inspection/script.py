@@ -18,6 +18,7 @@ from .plain_script.printed_lines import broken, printed
 from .plain_script.batch_form import form_of, first_batch
 from .plain_script.script_writing import CORE, NotWritten, Writing
 from .plain_script.source_of_values import bound_names, loaded_names
+from .plain_script.unpacked_batches import AskedAgain, once_unpacked, only_parts
 from .script_text import Script
 from ..loop.events import callback_name
 from ..loop.trainer import Trainer
@@ -168,7 +169,7 @@ def _finished(w, head, body):
     block = _without_early(head, body) + body
     if w.knows('rows') or w.knows('history'):
         block = [*lines('history = []', 'Trainer.fit'), *block, *lines('return history', 'Trainer.fit')]
-    block = joined(without_unused(_fit_returns(block, w)), safe)
+    block = joined(without_unused(_once_unpacked(_fit_returns(block, w), w)), safe)
     w.needs = {name: value for name,value in w.needs.items() if _first_use(name, block) == 'read'}
     _uncounted(block)
     function = ast.FunctionDef('train', ast.arguments([], [], None, [], [], None, []), block, [], lineno=0)
@@ -178,6 +179,20 @@ def _finished(w, head, body):
     bound = {name.id for node in outside for name in _own_names(node)}
     first = [node for name in sorted(free-bound) for node in lines(f'{name} = None', 'Trainer.fit')]
     return first + function.body
+
+_ASKED = ('`{split}` takes the batches apart, and the trainer calls it once for each batch. A callback may '
+          'change the batch in between, so the script would call it again, and it might give other values. '
+          'Change batches before somebody takes them apart, or let `{split}` only choose parts of a batch.')
+
+def _once_unpacked(block, w):
+    "The statements, with a batch taken apart only where its parts may be others"
+    split = getattr(w.trainer.dls, 'split', None)
+    known_once = split is not None and type(w.trainer).split is Trainer.split and not only_parts(split)
+    try: return once_unpacked(block, not known_once)
+    except AskedAgain: why = _ASKED.format(split=getattr(split, '__name__', 'split'))
+    if not w.partial: raise ValueError(why)
+    w.not_written.append(why)
+    return once_unpacked(block)
 
 def address_of_torch(f):
     "Whether a loss is PyTorch's own, and holds no weights of the model"

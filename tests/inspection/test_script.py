@@ -1537,3 +1537,130 @@ def test_a_trainer_with_several_optimizers_is_told_that_its_loop_is_to_be_writte
     trainer.opt = trainer.opt_d
     with pytest.raises(ValueError, match="lambda params, lr: trainer.opt"):
         trainer.to_script()
+
+
+# A batch that becomes another one
+
+
+class OnHarderBatch:
+    "Once more, on a shifted batch"
+
+    def before_step(self, trainer):
+        x, y = trainer.batch
+        trainer.batch = x + 1, y
+        trainer.run_callbacks("predict", "get_loss", "backward")
+
+
+class HalvesTrainer(Trainer):
+    "One half of a batch after the other"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        for self.batch in ((x[:2], y[:2]), (x[2:], y[2:])):
+            self.run_callbacks("predict", "get_loss")
+            if self.training:
+                self.run_callbacks("backward", "step", "zero_grad")
+
+
+class PredictsInPlace:
+    "Predicts itself in some batches"
+
+    order = -1
+
+    def before_predict(self, trainer):
+        if trainer.batch_num % 2:
+            trainer.preds = trainer.model(trainer.batch[0] * 2)
+            raise CancelStepException
+
+
+class CountsRows:
+    "Takes the batch apart before others change it"
+
+    def before_batch(self, trainer):
+        self.n = len(trainer.split(trainer.batch)[0][0])
+
+
+class ScalesByHelper:
+    "Changes the batch in a function with arguments"
+
+    def before_predict(self, trainer):
+        self.put(trainer, 2.0)
+
+    def put(self, trainer, factor):
+        x, y = trainer.batch
+        trainer.batch = x * factor, y
+
+
+class ReadsAfterHelper:
+    "Changes the batch by a method, and takes it apart then"
+
+    def before_batch(self, trainer):
+        self.shift(trainer)
+        (x,), _ = trainer.split(trainer.batch)
+        self.mean = x.mean()
+
+    def shift(self, trainer):
+        x, y = trainer.batch
+        trainer.batch = x + 1, y
+
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss * self.mean
+
+
+class WarmsUpBatch:
+    "Predicts beforehand in later epochs"
+
+    def before_batch(self, trainer):
+        if trainer.epoch > 0:
+            trainer.run_callbacks("predict")
+            trainer.batch = trainer.batch[0] + trainer.preds.mean().detach(), trainer.batch[1]
+
+
+OTHER_BATCHES = {
+    "steps run again": (OnHarderBatch,),
+    "halves": (HalvesTrainer,),
+    "a step left in some batches": (PredictsInPlace,),
+    "a helper with arguments": (CountsRows, ScalesByHelper),
+    "read after a helper": (ReadsAfterHelper,),
+    "a step under a condition": (WarmsUpBatch,),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_BATCHES)
+def test_steps_find_the_parts_of_the_present_batch(name, monkeypatch):
+    kinds = OTHER_BATCHES[name]
+    cls = next((kind for kind in kinds if issubclass(kind, Trainer)), Trainer)
+    both(
+        lambda: make_trainer([BasicTrainCB(), *(kind() for kind in kinds if kind is not cls)], cls=cls),
+        monkeypatch,
+    )
+
+
+def noisy_parts(batch):
+    return batch[0] + torch.randn_like(batch[0]), batch[1]
+
+
+def first_two_parts(batch):
+    return batch[0], batch[1]
+
+
+class HandsBatchOn:
+    "May change the batch, as far as one can see"
+
+    def before_predict(self, trainer):
+        self.seen = [trainer.batch]
+
+
+def split_trainer(split, *callbacks):
+    trainer = make_trainer([BasicTrainCB(), *callbacks])
+    trainer.dls.split = split
+    return trainer
+
+
+def test_a_function_that_takes_batches_apart_is_not_called_twice_for_one(monkeypatch):
+    both(lambda: split_trainer(noisy_parts, CountsRows()), monkeypatch)
+    both(lambda: split_trainer(noisy_parts, HandsBatchOn()), monkeypatch)
+    both(lambda: split_trainer(first_two_parts, CountsRows(), HandsBatchOn()), monkeypatch)
+    with pytest.raises(ValueError, match="`noisy_parts` takes the batches apart.*once for each batch"):
+        split_trainer(noisy_parts, CountsRows(), HandsBatchOn()).to_script()

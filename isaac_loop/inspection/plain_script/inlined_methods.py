@@ -30,9 +30,31 @@ _ONLY_CHECKS = 'check_monitored','check_name' # They refuse what cannot work, an
 _WITH_ARGUMENTS = 'it runs callbacks with arguments of their own'
 _AROUND = 'it changes `{}`, a variable of the function around it', 'Keep it as an attribute of a callback'
 _NOT_KNOWN = 'which events it runs is not known beforehand'
+_IN_TEST = 'it calls `trainer.split` in the condition of a `while`', 'Call it within the loop'
+_LATER = 'it calls `trainer.split` in a `lambda`', 'Call it before, or write a function with a name'
 
 class InlineStatements(InlineCalls):
     "Rewrites the statements of one method"
+    def visit(self, node):
+        "What a node becomes; a batch is taken apart before the statement that needs its parts"
+        if not isinstance(node, ast.stmt): return super().visit(node)
+        outer,self.w.pending = self.w.pending,[]
+        found = super().visit(node)
+        before,self.w.pending = self.w.pending,outer
+        if not before: return found
+        return [*before, *(found if isinstance(found, list) else [found])]
+
+    def visit_While(self, node):
+        self.generic_visit(node)
+        if self.w.pending: raise NotWritten(*_IN_TEST)
+        return node
+
+    def visit_Lambda(self, node):
+        known = len(self.w.pending)
+        self.generic_visit(node)
+        if len(self.w.pending) > known: raise NotWritten(*_LATER)
+        return node
+
     def visit_Expr(self, node):
         call = node.value
         if isinstance(call, ast.Constant): return None # A docstring
@@ -192,7 +214,6 @@ def statements_of(
     method = method.to_change()
     inline = InlineMethods(writing, method, expand)
     block = _defaults(inline, method) + _rewritten(inline, method.tree.body)
-    if inline.dirty: writing.unpacked = False
     own = {inline.renamed.get(name, name) for name in inline.bound}
     if _keeps_locals(block, own): block = _as_function(writing, method, block)
     else:

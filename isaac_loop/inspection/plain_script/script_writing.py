@@ -10,9 +10,10 @@ import inspect, re
 from types import MemberDescriptorType
 
 from isaac_loop.inspection.plain_script.batch_form import Form
-from isaac_loop.inspection.plain_script.plain_lines import Comment, lines
+from isaac_loop.inspection.plain_script.plain_lines import Comment
 from isaac_loop.inspection.plain_script.reached_values import reached, repeated
 from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
+from isaac_loop.inspection.plain_script.unpacked_batches import taking_apart
 from isaac_loop.inspection.swap import Otherwise, StandIn
 from isaac_loop.inspection.watched_calls import alters
 from isaac_loop.loop.events import STEPS, callback_name
@@ -70,7 +71,7 @@ class Writing:
         self.sources = Sources(self.names, self.may_write)
         self.training,self.event_now = None,None
         self.model,self.evaluated = 'model',None
-        self.unpacked,self.pending = False,[]
+        self.unpacked,self.pending = False,[] # Does the loop take batches apart? And what comes next
         self.initial,self.helpers,self.needs = {},{},{} # By name: values, functions, and what must be given
         self.left_out,self.not_written,self.writers = {},[],{}
         self.arguments = {} # By name of a function, other names of its arguments
@@ -258,12 +259,10 @@ def form(self:Writing)->Form:
 def unpack(self:Writing):
     "See to it that the parts of the batch have their names"
     form = self.form()
-    if self.unpacked: return form
-    if form.source == 'split(batch)': form_source = self.split_call()
-    else: form_source = form.source
+    if self.unpacked: return form # The loop itself takes them apart
+    source = self.split_call() if form.source == 'split(batch)' else form.source
     self.note('batch', self.training)
-    self.pending += lines(f'{form.pattern} = {form_source}', 'Trainer.split')
-    self.unpacked = True
+    self.pending += taking_apart(f'{form.pattern} = {source}')
     return form
 
 @patch

@@ -200,7 +200,7 @@ from fastcore.basics import patch
 @patch
 def _define(self:Sources, name, f):
     "Write the source of a function or a class"
-    tree = _source(f)
+    tree = source_of(f)
     if isinstance(tree, ast.Lambda): return self._with_outside(tree, f, name)
     if isinstance(f, FunctionType) and _has_state(tree, f): raise NoSource(f'`{name}` keeps something')
     changed = changed_outside(tree, f)
@@ -275,7 +275,9 @@ def changed_outside(
     return [name for node in nodes for name in node.names if isinstance(node, ast.Global) or name in free]
 
 # %% ../../../nbs/inspection/plain_script/02_source_of_values.ipynb #907f3c2c
-def _source(f):
+def source_of(
+    f, # A function or a class
+)->ast.AST: # A `NoSource` if it cannot be read
     "The tree of a function, a class or a lambda"
     if f.__name__ == '<lambda>': return _lambda_tree(f)
     tree = syntax_tree(inspect.unwrap(f))

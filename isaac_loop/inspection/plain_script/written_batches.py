@@ -63,7 +63,7 @@ class Device(Lines):
         "The batch as a whole"
         w = self.w
         w.note('batch', w.training)
-        w.unpacked,batch = False,w.seen.get(w.training)
+        batch = w.seen.get(w.training)
         if hasattr(batch, 'to'): return f'batch = batch.to({device})'
         if hasattr(batch, 'keys'):
             return f"batch = {{k: v.to({device}) if hasattr(v, 'to') else v for k, v in batch.items()}}"
@@ -108,7 +108,6 @@ class BatchTransform(Lines):
     "A transform of the batch"
     def before_batch(self):
         self.w.note('batch', self.w.training)
-        self.w.unpacked = False
         f,batch = self.w.function(self.cb.tfm, 'transform'),self.w.seen.get(self.w.training)
         return f'batch = {f}({_given(self.w, self.cb.tfm, "batch", batch)})'
 
@@ -127,7 +126,6 @@ class BatchAugmentation(Lines):
                     found.append(f'{name} = {f}({given(name)})')
                     continue
             w.note('batch', w.training)
-            w.unpacked = False
             if hasattr(batch, 'keys') and type(key) is int: key = list(batch)[key]
             own = given(f'batch[{key!r}]')
             if isinstance(key, str): found.append(f'batch = {{**batch, {key!r}: {f}({own})}}')
