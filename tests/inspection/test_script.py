@@ -1664,3 +1664,32 @@ def test_a_function_that_takes_batches_apart_is_not_called_twice_for_one(monkeyp
     both(lambda: split_trainer(first_two_parts, CountsRows(), HandsBatchOn()), monkeypatch)
     with pytest.raises(ValueError, match="`noisy_parts` takes the batches apart.*once for each batch"):
         split_trainer(noisy_parts, CountsRows(), HandsBatchOn()).to_script()
+
+
+# What is made simpler, and what is not
+
+
+class LaterWeight:
+    "The value of an `and` is its last one"
+
+    def after_get_loss(self, trainer):
+        weight = trainer.epoch and 0.5
+        both_values = trainer.training and trainer.epoch and True
+        trainer.loss = trainer.loss * (1 + weight + both_values)
+
+
+class SomeRows:
+    "All rows, if there is no number"
+
+    def __init__(self, n_rows=0):
+        self.n_rows = n_rows
+
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        n = self.n_rows or None
+        trainer.batch = x[:n], y[:n]
+
+
+@pytest.mark.parametrize("kind", [LaterWeight, SomeRows])
+def test_the_value_of_and_and_or_stays(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)

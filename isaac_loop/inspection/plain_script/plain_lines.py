@@ -238,29 +238,43 @@ class Simpler(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node):
         self.generic_visit(node)
-        known = isinstance(node.op, ast.Not) and isinstance(node.operand, ast.Constant)
-        return ast.Constant(not node.operand.value) if known else node
+        if not isinstance(node.op, ast.Not): return node
+        node.operand = _decided(node.operand, is_test=True)
+        return ast.Constant(not node.operand.value) if isinstance(node.operand, ast.Constant) else node
 
     def visit_BoolOp(self, node):
         self.generic_visit(node)
-        is_and,values = isinstance(node.op, ast.And),[]
-        for value in node.values:
-            known = isinstance(value, ast.Constant)
-            if known and bool(value.value) is is_and: continue
-            values.append(value)
-            if known: break
-        if not values: return ast.Constant(is_and)
-        return values[0] if len(values) == 1 else ast.BoolOp(node.op, values)
+        return _decided(node)
+
+    def visit_While(self, node):
+        self.generic_visit(node)
+        node.test = _decided(node.test, is_test=True)
+        return node
 
     def visit_IfExp(self, node):
         self.generic_visit(node)
+        node.test = _decided(node.test, is_test=True)
         if not isinstance(node.test, ast.Constant): return node
         return node.body if node.test.value else node.orelse
 
     def visit_If(self, node):
         self.generic_visit(node)
+        node.test = _decided(node.test, is_test=True)
         if isinstance(node.test, ast.Constant): return node.body if node.test.value else node.orelse
         return node if node.body else choice(node, [], node.orelse)
+
+def _decided(node, is_test=False):
+    "An `and` or `or` without constants that decide nothing; the last is its value, unless that is only tested"
+    if not isinstance(node, ast.BoolOp): return node
+    is_and,values = isinstance(node.op, ast.And),[]
+    for i,value in enumerate(node.values, 1):
+        if is_test: value = _decided(value, is_test)
+        known = isinstance(value, ast.Constant)
+        decides = known and bool(value.value) is not is_and
+        if not known or decides or (i == len(node.values) and not is_test): values.append(value)
+        if decides: break
+    if not values: return ast.Constant(is_and)
+    return values[0] if len(values) == 1 else ast.BoolOp(node.op, values)
 
 class Known(ast.NodeTransformer):
     "Puts in whether the pass trains"
