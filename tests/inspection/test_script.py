@@ -1557,10 +1557,12 @@ class HalvesTrainer(Trainer):
     @with_cbs("batch", CancelBatchException)
     def one_batch(self):
         x, y = self.batch
-        for self.batch in ((x[:2], y[:2]), (x[2:], y[2:])):
-            self.run_callbacks("predict", "get_loss")
-            if self.training:
-                self.run_callbacks("backward", "step", "zero_grad")
+        self.batch = x[:2], y[:2]
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+        self.batch = x[2:], y[2:]
+        self.run_callbacks("predict", "get_loss")
 
 
 class PredictsInPlace:
@@ -1614,7 +1616,11 @@ class WarmsUpBatch:
     def before_batch(self, trainer):
         if trainer.epoch > 0:
             trainer.run_callbacks("predict")
-            trainer.batch = trainer.batch[0] + trainer.preds.mean().detach(), trainer.batch[1]
+            self.known = trainer.preds.mean().detach()
+
+    def after_get_loss(self, trainer):
+        if trainer.epoch > 0:
+            trainer.loss = trainer.loss * self.known
 
 
 OTHER_BATCHES = {
@@ -1693,3 +1699,75 @@ class SomeRows:
 @pytest.mark.parametrize("kind", [LaterWeight, SomeRows])
 def test_the_value_of_and_and_or_stays(kind, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
+
+
+class FlipsSometimes:
+    "One draw"
+
+    def before_batch(self, trainer):
+        if torch.rand(()) < 0.5:
+            return
+        x, y = trainer.batch
+        trainer.batch = x.flip(1), y
+
+
+class ShiftsSometimes:
+    "Another draw"
+
+    def before_batch(self, trainer):
+        if torch.rand(()) < 0.5:
+            return
+        x, y = trainer.batch
+        trainer.batch = x + 1, y
+
+
+class SameNoise:
+    "Two views with one and the same noise"
+
+    def after_get_loss(self, trainer):
+        x = trainer.batch[0]
+        with torch.random.fork_rng():
+            a = trainer.model(x + torch.randn_like(x))
+        with torch.random.fork_rng():
+            b = trainer.model(2 * x + torch.randn_like(x))
+        trainer.loss = trainer.loss + F.mse_loss(a, b)
+
+
+class ScalesOnce:
+    "A helper that changes what is asked"
+
+    def __init__(self):
+        self.fresh = True
+
+    def before_batch(self, trainer):
+        if self.fresh:
+            self.scale(trainer, 0.5)
+        if self.fresh:
+            self.scale(trainer, 0.5)
+
+    def scale(self, trainer, factor):
+        for p in trainer.model.parameters():
+            p.data.mul_(factor)
+        self.fresh = False
+
+
+class UsesUp:
+    "A list that is used up"
+
+    def __init__(self):
+        self.left = [0.5]
+
+    def after_get_loss(self, trainer):
+        if self.left:
+            trainer.loss = trainer.loss * self.left.pop()
+        if self.left:
+            trainer.loss = trainer.loss * self.left[0]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [(FlipsSometimes, ShiftsSometimes), (SameNoise,), (ScalesOnce,), (UsesUp,)],
+    ids=lambda kinds: kinds[0].__name__,
+)
+def test_what_is_asked_twice_is_asked_twice_in_the_script(kinds, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), *(kind() for kind in kinds)]), monkeypatch)

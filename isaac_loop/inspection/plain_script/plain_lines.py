@@ -195,26 +195,73 @@ def joined(
     contexts:bool=True, # Join `with` blocks as well?
 )->list:
     "Join neighbours under the same condition or in the same context"
-    found = []
-    for node in block:
-        for name in _BLOCKS:
-            if getattr(node, name, None) and isinstance(getattr(node, name), list):
-                setattr(node, name, joined(getattr(node, name), contexts))
-        if found and _same_head(found[-1], node, contexts):
-            found[-1].body += node.body
-            found[-1].body = joined(found[-1].body, contexts)
-        else: found.append(node)
-    return found
+    return _Joining(block, contexts).block(block)
 
-def _same_head(a, b, contexts):
-    "Whether `b` can be a part of `a`"
-    if type(a) is not type(b): return False
-    if isinstance(a, ast.With): return contexts and [*map(ast.dump, a.items)] == [*map(ast.dump, b.items)]
-    if not isinstance(a, ast.If) or a.orelse or b.orelse or ast.dump(a.test) != ast.dump(b.test): return False
-    if not isinstance(a.test, (ast.Name, ast.UnaryOp)): return False
-    nodes = [name for node in a.body for name in ast.walk(node) if isinstance(name, ast.Name)]
-    stored = {o.id for o in nodes if isinstance(o.ctx, ast.Store)}
-    return not stored & {o.id for o in ast.walk(a.test) if isinstance(o, ast.Name)}
+# Contexts of which two in a row are as good as one
+_LASTING = ('torch.autocast', 'torch.no_grad', 'torch.enable_grad', 'torch.inference_mode',
+            'torch.set_grad_enabled')
+
+class _Joining:
+    "Joins neighbours in a script"
+    def __init__(self, block, contexts):
+        self.contexts = contexts
+        nodes = [inner for node in block for inner in ast.walk(node)]
+        functions = [o for o in nodes if isinstance(o, ast.FunctionDef)]
+        self.sets = {o.name: _names_in(o, ast.Store) for o in functions} # By function: what it may set
+        for _ in functions: # One may call another
+            for o in functions: self.sets[o.name] |= self.may_set(o.body)
+        self.flags = _fixed_names(nodes)
+
+    def may_set(self, block):
+        "Names that statements may give another value"
+        names = {name for node in block for name in _names_in(node)}
+        stored = [_names_in(node, ast.Store) for node in block]
+        return set().union(*stored, *(self.sets[name] for name in names & self.sets.keys()))
+
+    def block(self, block):
+        "The statements, joined where they can be"
+        found = []
+        for node in block:
+            for name in _BLOCKS:
+                inner = getattr(node, name, None)
+                if inner and isinstance(inner, list): setattr(node, name, self.block(inner))
+            if found and self.same_head(found[-1], node):
+                found[-1].body = self.block(found[-1].body + node.body)
+            else: found.append(node)
+        return found
+
+    def same_head(self, a, b):
+        "Whether `b` can be a part of `a`"
+        if type(a) is not type(b) or not isinstance(a, (ast.With, ast.If)): return False
+        heads = [node.items if isinstance(node, ast.With) else [node.test] for node in (a, b)]
+        if [*map(ast.dump, heads[0])] != [*map(ast.dump, heads[1])]: return False
+        names = {name for part in heads[0] for name in _names_in(part)}
+        if names & self.may_set(a.body): return False
+        if isinstance(a, ast.With): return self.contexts and all(map(_lasts, a.items))
+        test = a.test.operand if isinstance(a.test, ast.UnaryOp) else a.test
+        return not (a.orelse or b.orelse) and isinstance(test, ast.Name) and test.id in self.flags
+
+def _names_in(tree, ctx=ast.expr_context):
+    return {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ctx)}
+
+def _fixed_names(nodes):
+    "Names to which nothing but numbers and answers to questions are given"
+    plain = [o for o in nodes if only_target(o) and _is_fixed(o.value)]
+    known = {id(getattr(o, 'target', None) or o.targets[0]) for o in plain}
+    stored = [o for o in nodes if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)]
+    others = {o.id for o in stored if id(o) not in known} | {o.arg for o in nodes if isinstance(o, ast.arg)}
+    return {only_target(o) for o in plain} - others
+
+def _lasts(item):
+    "Whether a context is the same if it is entered again"
+    call = item.context_expr
+    return isinstance(call, ast.Call) and ast.unparse(call.func) in _LASTING and item.optional_vars is None
+
+def _is_fixed(value):
+    "Whether a value is a number or the answer to a question, which nobody can change in place"
+    if isinstance(value, ast.BoolOp): return all(map(_is_fixed, value.values))
+    is_not = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)
+    return isinstance(value, (ast.Constant, ast.Compare)) or is_not
 
 # %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #05a08b21
 class Simpler(ast.NodeTransformer):
@@ -264,7 +311,7 @@ class Simpler(ast.NodeTransformer):
         return node if node.body else choice(node, [], node.orelse)
 
 def _decided(node, is_test=False):
-    "An `and` or `or` without constants that decide nothing; the last is its value, unless that is only tested"
+    "An `and` or `or` without constants that decide nothing; its last value stays, unless it is only tested"
     if not isinstance(node, ast.BoolOp): return node
     is_and,values = isinstance(node.op, ast.And),[]
     for i,value in enumerate(node.values, 1):
