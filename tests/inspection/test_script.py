@@ -244,6 +244,68 @@ def test_a_batch_of_ones_own_is_written_or_refused(monkeypatch):
         both(make, monkeypatch)
 
 
+class InnerDone(Exception):
+    "Ends the span `inner`"
+
+
+class InnerTrainer(Trainer):
+    "Two updates for each batch, each in a span of its own"
+
+    @with_cbs("inner", InnerDone)
+    def inner_step(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        for self.i in range(2):
+            self.inner_step()
+
+
+class BatchTwiceTrainer(OwnBatchTrainer):
+    def one_batch(self):
+        super().one_batch()
+        super().one_batch()
+
+
+class BeforeInnerCB:
+    def before_inner(self, trainer):
+        for group in trainer.opt.param_groups:
+            group["lr"] = 0.1 / (1 + trainer.i)
+
+
+class InnerDoneCB:
+    def before_step(self, trainer):
+        if trainer.i == 1:
+            raise InnerDone
+
+
+class BeforeBatchCB:
+    def before_batch(self, trainer):
+        x, y = trainer.batch
+        trainer.batch = 2 * x, y
+
+
+@pytest.mark.parametrize(
+    "kind, cb, why",
+    [
+        (InnerTrainer, BeforeInnerCB, "`BeforeInnerCB` answers `before_inner`"),
+        (InnerTrainer, InnerDoneCB, "`InnerDoneCB` may end it by `InnerDone`"),
+        (BatchTwiceTrainer, BeforeBatchCB, "`BeforeBatchCB` answers `before_batch`"),
+    ],
+)
+def test_a_span_in_which_callbacks_have_something_to_do_is_refused(kind, cb, why):
+    trainer = make_trainer([BasicTrainCB(), cb()], cls=kind)
+    with pytest.raises(ValueError, match=why):
+        trainer.to_script(valid=False)
+    assert any(why in told for told in trainer.to_script(valid=False, partial=True).not_written)
+
+
+def test_a_span_in_which_nobody_has_something_to_do_is_written(monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB()], cls=InnerTrainer), monkeypatch)
+
+
 @pytest.mark.parametrize(
     "callbacks", [lambda: [BasicTrainCB(), ReadsFilesCB()], lambda: [BasicTrainCB(), RewindCB(2)]]
 )

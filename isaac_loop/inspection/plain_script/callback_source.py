@@ -6,15 +6,19 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/10_callback_source.ipynb #e0cfe259
-import ast, copy, inspect, types
+import ast, builtins, copy, inspect, types
 
 from isaac_loop.basics.source_code import syntax_tree
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.source_of_values import changed_default, value_of
+from isaac_loop.loop import events
+from isaac_loop.loop.events import callback_name
+from isaac_loop.loop.handlers import TrainersOwn
+from isaac_loop.loop.trainer import Trainer
 
 # %% ../../../nbs/inspection/plain_script/10_callback_source.ipynb #02bc8d83
 # Decorators that say nothing about what a method does
-_IGNORED = 'replaces','fills_in','patch','staticmethod','property','with_cbs'
+_IGNORED = 'replaces','fills_in','patch','staticmethod','property'
 _NO_FUNCTION = 'it is no plain function, and has no source'
 _LAMBDA = 'it is a lambda', 'Write it as a function with a name'
 _DEFAULT = 'it has a default that has changed', 'Keep what changes as an attribute'
@@ -63,7 +67,8 @@ class Method:
         for decorator in self.tree.decorator_list:
             call = decorator.func if isinstance(decorator, ast.Call) else decorator
             parts = ast.unparse(call).split('.')
-            if parts[-1] in _IGNORED: continue
+            if parts[-1] == 'with_cbs': check_span(self.f, self.owner)
+            if parts[-1] in (*_IGNORED, 'with_cbs'): continue
             value = self.outside(parts[0])
             for part in parts[1:]: value = getattr(value, part, None)
             is_context = hasattr(value, '__enter__')
@@ -84,3 +89,55 @@ def own_method(
     found = inspect.getattr_static(type(owner), name, None)
     hidden = name in getattr(owner, '__dict__', {})
     return found if isinstance(found, types.FunctionType) and not hidden else None
+
+# %% ../../../nbs/inspection/plain_script/10_callback_source.ipynb #8fcf6dd7
+_OPENS = ('`{}`, which it calls, opens the span `{}`, and {}',
+          'Call a method without `with_cbs` there, and let callbacks answer the events of steps')
+
+def check_span(
+    f, # A function that is written, without what decorators have put around it
+    trainer, # Whose method it is
+):
+    "Refuse a method with callbacks around it that have something to do there; those of a batch are known"
+    methods = [o for cls in type(trainer).__mro__ for o in vars(cls).values() if hasattr(o, 'span')]
+    span = next((o.span for o in methods if plain_function(o) is f), None)
+    is_batch = plain_function(getattr(type(trainer), 'one_batch', None)) is f and span.name == 'batch'
+    if span is None or is_batch: return
+    who = _answers(trainer, span) or _ends(trainer, span)
+    if who: raise NotWritten(_OPENS[0].format(f.__name__, span.name, who), _OPENS[1])
+
+def _answers(trainer, span):
+    "Who answers an event of a span, in words"
+    for event in (span.before, span.name, span.after, span.cleanup):
+        pairs = [pair for table in trainer.plan.entries.values() for pair in table.get(event, ())]
+        names = [callback_name(cb) for cb,handler in pairs
+                 if getattr(handler, '__func__', None) is not TrainersOwn._see_batch]
+        if names: return f'`{names[0]}` answers `{event}`'
+
+def _ends(trainer, span):
+    "Who speaks of an exception that ends a span, in words"
+    for owner in (*trainer.callbacks, trainer):
+        held = [owner] if isinstance(owner, types.FunctionType) else _methods(type(owner))
+        found = next((o for f in map(plain_function, held) for o in _exceptions(f, span.exception)), None)
+        if found: return f'`{callback_name(owner)}` may end it by `{found}`'
+
+def _methods(kind):
+    "What a class holds; of a trainer only what subclasses have added"
+    return [o for cls in kind.__mro__ if not issubclass(Trainer, cls) for o in vars(cls).values()]
+
+def _exceptions(f, kind):
+    "Names in a function that stand for exceptions of a kind"
+    if not isinstance(f, types.FunctionType): return []
+    around = zip(f.__code__.co_freevars, map(_content, f.__closure__ or ()))
+    known = vars(builtins) | f.__globals__ | dict(around)
+    values = {name: known.get(name, getattr(events, name, None)) for name in _names(f.__code__)}
+    return [name for name,o in values.items() if isinstance(o, type) and issubclass(o, kind)]
+
+def _content(cell):
+    try: return cell.cell_contents
+    except ValueError: return None # Not set yet
+
+def _names(code):
+    "All names in a piece of code that it does not define"
+    inner = [name for o in code.co_consts if isinstance(o, types.CodeType) for name in _names(o)]
+    return [*code.co_names, *code.co_freevars, *inner]
