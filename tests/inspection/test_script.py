@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torcheval.metrics import MulticlassAccuracy
 
 import isaac_loop.callbacks as library
-from isaac_loop import CancelBatchException, CancelStepException, Trainer, set_seed, with_cbs
+from isaac_loop import CancelBatchException, CancelEpochException, CancelStepException
+from isaac_loop import Trainer, set_seed, with_cbs
 from isaac_loop.callbacks import (
     AccumulationCB,
     BasicTrainCB,
@@ -242,6 +243,35 @@ def test_a_batch_of_ones_own_is_written_or_refused(monkeypatch):
         assert "OwnBatchTrainer.one_batch" in str(error)
     else:
         both(make, monkeypatch)
+
+
+class LeavesAfterBackwardCB:
+    on_valid = False
+
+    def after_backward(self, trainer):
+        if trainer.batch_num == 2:
+            raise CancelBatchException
+
+
+class SkipsFirstCB:
+    order, on_valid = -100, False
+
+    def before_step(self, trainer):
+        if trainer.batch_num == 2:
+            raise CancelStepException
+
+
+class LeavesAfterStepCB:
+    on_valid = False
+
+    def after_step(self, trainer):
+        if trainer.batch_num == 2:
+            raise CancelEpochException
+
+
+@pytest.mark.parametrize("kind", [LeavesAfterBackwardCB, SkipsFirstCB, LeavesAfterStepCB])
+def test_a_window_of_gradients_that_somebody_cuts_into_is_written(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), AccumulationCB(3), kind()]), monkeypatch)
 
 
 class InnerDone(Exception):

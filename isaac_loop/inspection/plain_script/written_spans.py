@@ -26,6 +26,9 @@ from isaac_loop.loop.handlers import TrainersOwn
 NOT_FLAT = NotWritten('it leaves a step from a place that no `if` can stand for',
                       'Raise the cancel outside of loops')
 
+# Who leaves the batch here leaves gradients that have been used already
+_BEFORE_CLEARED = 'after_step','cleanup_step','before_zero_grad','zero_grad'
+
 @patch
 def written(self:Writing, callback, handler, event):
     "The statements of one handler"
@@ -44,6 +47,7 @@ def written(self:Writing, callback, handler, event):
         if not isinstance(node, Leave) or waits: continue
         self.note('leave', node.span, self.training)
         if event in ('before_epoch', 'before_fit'): self.note('skipped')
+        if event in _BEFORE_CLEARED: self.note('uncleared', self.training)
     return block
 
 @patch
@@ -150,7 +154,9 @@ def _own_batch(self:Writing):
     except (NotWritten, NoSource, NotAlone) as error:
         return self._refused(TrainersOwn(type(self.trainer)), 'one_batch', error)
     for node in within(block):
-        if isinstance(node, Leave): self.note('leave', node.span, self.training)
+        if not isinstance(node, Leave): continue
+        self.note('leave', node.span, self.training)
+        self.note('uncleared', self.training)
     return coming_from(block, f'{type(self.trainer).__name__}.one_batch')
 
 @patch

@@ -127,7 +127,7 @@ class Accumulation(Lines):
         "Whether there may be gradients from before a window"
         pairs = self.w.plan.entries[True]['zero_grad']
         is_plain = [f.__qualname__ for _,f in pairs] == ['BasicTrainCB.zero_grad']
-        return not is_plain or self.w.knows('leave', 'step', True)
+        return not is_plain or self.w.knows('leave', 'step', True) or self.w.knows('uncleared', True)
 
     def before_backward(self):
         gathered,true_loss = self.name('gathered'),self.name('true_loss')
@@ -167,7 +167,7 @@ class Accumulation(Lines):
         last = '' if n_batches == 'None' else f' or batch_num + 1 == {n_batches}'
         if last and self.w.leaves('step'): last = f' or ({gathered} and batch_num + 1 == {n_batches})'
         complete = self.name('complete')
-        text = f'{complete} = {gathered} == {n}{last}\n{self._wait()}'*(not self.closing)
+        text = f'{complete} = {gathered} >= {n}{last}\n{self._wait()}'*(not self.closing)
         total = gathered if self.cb.weigh == 'mean' else self.name('total')
         if self.cb.weigh != 'sum':
             text += f'for p in model.parameters():\n    if p.grad is not None:\n        p.grad /= {total}\n'
