@@ -274,6 +274,46 @@ def test_a_window_of_gradients_that_somebody_cuts_into_is_written(kind, monkeypa
     both(lambda: make_trainer([BasicTrainCB(), AccumulationCB(3), kind()]), monkeypatch)
 
 
+class WeighedLoss(nn.Module):
+    "Two losses, weighed by parameters that are trained too (Kendall et al. 2018)"
+
+    def __init__(self):
+        super().__init__()
+        self.log_vars = nn.Parameter(torch.zeros(2))
+
+    def forward(self, preds, targs):
+        losses = torch.stack([F.cross_entropy(preds, targs), preds.square().mean()])
+        return (losses * torch.exp(-self.log_vars) + self.log_vars).sum()
+
+
+@pytest.mark.parametrize(
+    "cb",
+    [
+        lambda: AccumulationCB(2),
+        lambda: ClipGradCB(0.05),
+        lambda: ClipGradCB(max_value=0.01),
+        lambda: ClipGradCB(adaptive=0.01),
+    ],
+    ids=["gathered", "by norm", "by value", "adaptive"],
+)
+def test_parameters_beside_those_of_the_model_are_divided_and_clipped_in_the_script_too(cb, monkeypatch):
+    def make():
+        loss = WeighedLoss()
+
+        def opt_func(params, lr):
+            return optim.SGD([{"params": loss.parameters(), "lr": 10 * lr}, {"params": params}], lr)
+
+        trainer = make_trainer([BasicTrainCB(), cb()], opt_func)
+        trainer.loss_func = loss
+        made.append(trainer)
+        return trainer
+
+    made = []
+    both(make, monkeypatch)
+    ours, theirs = (trainer.loss_func.log_vars for trainer in made[:2])
+    assert torch.equal(ours, theirs) and ours.abs().sum() > 0
+
+
 class InnerDone(Exception):
     "Ends the span `inner`"
 

@@ -72,6 +72,20 @@ def opt_class(
     if isinstance(f, type) and issubclass(f, Optimizer): return f
     return None
 
+_PARAMETERS = '''
+def parameters_of(model, opt):
+    "All parameters of a model and of an optimizer, each once"
+    held = [p for group in opt.param_groups for p in group['params']]
+    return list(dict.fromkeys([*model.parameters(), *held]))
+'''
+
+def parameters(
+    w:Writing, # The script
+)->str: # An expression
+    "All parameters that are trained: a function that makes the optimizer may give it further ones"
+    if opt_class(w.trainer): return 'model.parameters()'
+    return f'{w.definition("parameters_of", _PARAMETERS)}(model, opt)'
+
 class BasicTrain(Lines):
     "The five steps of plain training"
     def predict(self): return f'preds = {self.w.model}({self.w.inputs()})'
@@ -133,9 +147,9 @@ class Accumulation(Lines):
         gathered,true_loss = self.name('gathered'),self.name('true_loss')
         text = f'{self.name("complete")} = False\n'*self.w.leaves('step')
         if self._keeps():
-            aside = self.name('aside')
+            aside,params = self.name('aside'),parameters(self.w)
             text += (f'if {gathered} == 0 and {aside} is None:\n'
-                     f'    {aside} = [(p, p.grad) for p in model.parameters() if p.grad is not None]\n'
+                     f'    {aside} = [(p, p.grad) for p in {params} if p.grad is not None]\n'
                      f'    for p, _ in {aside}:\n        p.grad = None\n')
         if self.cb.weigh in ('mean', 'sum'): return text
         first,weight,rows = self.name('first'),self.name('weight'),self._count()
@@ -170,7 +184,7 @@ class Accumulation(Lines):
         text = f'{complete} = {gathered} >= {n}{last}\n{self._wait()}'*(not self.closing)
         total = gathered if self.cb.weigh == 'mean' else self.name('total')
         if self.cb.weigh != 'sum':
-            text += f'for p in model.parameters():\n    if p.grad is not None:\n        p.grad /= {total}\n'
+            text += f'for p in {parameters(self.w)}:\n    if p.grad is not None:\n        p.grad /= {total}\n'
         if self._keeps():
             aside = self.name('aside')
             add = '    p.grad = old if p.grad is None else p.grad.add_(old)'
@@ -190,8 +204,8 @@ class Accumulation(Lines):
 
     def cleanup_epoch(self):
         if not self.w.leaves('epoch'): return ''
-        gathered,old = self.name('gathered'),'p.grad = None'
-        text = f'if {gathered}:\n    for p in model.parameters():\n        {old}\n    {gathered} = 0\n'
+        gathered,params = self.name('gathered'),parameters(self.w)
+        text = f'if {gathered}:\n    for p in {params}:\n        p.grad = None\n    {gathered} = 0\n'
         text += f'    {self.name("total")} = 0\n'
         if not self._keeps(): return text
         aside = self.name('aside')
@@ -228,7 +242,7 @@ class ClipGrad(Lines):
         if opt_class(self.w.trainer): return 'model.parameters()',''
         held = self.name('held')
         before = f"{held} = {{p for group in opt.param_groups for p in group['params']}}\n"
-        return f'[p for p in model.parameters() if p in {held}]',before
+        return f'[p for p in {parameters(self.w)} if p in {held}]',before
 
     def before_step(self):
         kind,limit,(params,text) = self.cb.kind,self.cb.limit,self._params()
