@@ -314,6 +314,23 @@ def test_parameters_beside_those_of_the_model_are_divided_and_clipped_in_the_scr
     assert torch.equal(ours, theirs) and ours.abs().sum() > 0
 
 
+def lbfgs(params, lr):
+    return optim.LBFGS(params, lr)
+
+
+@pytest.mark.parametrize("opt_func", [optim.LBFGS, lbfgs, functools.partial(lbfgs)])
+def test_an_optimizer_that_needs_a_closure_is_refused_however_it_is_made(opt_func):
+    with pytest.raises(ValueError, match="`LBFGS` evaluates the loss several times"):
+        make_trainer([BasicTrainCB()], opt_func).to_script()
+
+
+def test_a_function_that_may_make_another_optimizer_is_written():
+    def opt_func(params, lr):
+        return optim.LBFGS(params, lr) if lr > 1 else optim.SGD(params, lr)
+
+    assert "opt.step()" in str(make_trainer([BasicTrainCB()], opt_func).to_script())
+
+
 class InnerDone(Exception):
     "Ends the span `inner`"
 

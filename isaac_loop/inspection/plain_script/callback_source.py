@@ -11,7 +11,6 @@ import ast, builtins, copy, inspect, types
 from isaac_loop.basics.source_code import syntax_tree
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.source_of_values import changed_default, value_of
-from isaac_loop.loop import events
 from isaac_loop.loop.events import callback_name
 from isaac_loop.loop.handlers import TrainersOwn
 from isaac_loop.loop.trainer import Trainer
@@ -90,6 +89,29 @@ def own_method(
     hidden = name in getattr(owner, '__dict__', {})
     return found if isinstance(found, types.FunctionType) and not hidden else None
 
+# %% ../../../nbs/inspection/plain_script/10_callback_source.ipynb #2e00abbe
+def mentioned(
+    f, # Any function; of anything else nothing is known
+    kind:type, # Of which classes are wanted
+)->list: # Classes
+    "Classes of a kind that a function speaks of, also as attributes of modules"
+    if not isinstance(f, types.FunctionType): return []
+    around = zip(f.__code__.co_freevars, map(_content, f.__closure__ or ()))
+    known,found = vars(builtins) | f.__globals__ | dict(around),[]
+    for name in _names(f.__code__):
+        places = [o for o in found if isinstance(o, types.ModuleType)]
+        found += [known[name]] if name in known else [vars(o)[name] for o in places if name in vars(o)]
+    return [o for o in found if isinstance(o, type) and issubclass(o, kind)]
+
+def _content(cell):
+    try: return cell.cell_contents
+    except ValueError: return None # Not set yet
+
+def _names(code):
+    "All names in a piece of code that it does not define"
+    inner = [name for o in code.co_consts if isinstance(o, types.CodeType) for name in _names(o)]
+    return [*code.co_names, *code.co_freevars, *inner]
+
 # %% ../../../nbs/inspection/plain_script/10_callback_source.ipynb #8fcf6dd7
 _OPENS = ('`{}`, which it calls, opens the span `{}`, and {}',
           'Call a method without `with_cbs` there, and let callbacks answer the events of steps')
@@ -118,26 +140,9 @@ def _ends(trainer, span):
     "Who speaks of an exception that ends a span, in words"
     for owner in (*trainer.callbacks, trainer):
         held = [owner] if isinstance(owner, types.FunctionType) else _methods(type(owner))
-        found = next((o for f in map(plain_function, held) for o in _exceptions(f, span.exception)), None)
-        if found: return f'`{callback_name(owner)}` may end it by `{found}`'
+        found = next((o for f in map(plain_function, held) for o in mentioned(f, span.exception)), None)
+        if found: return f'`{callback_name(owner)}` may end it by `{found.__name__}`'
 
 def _methods(kind):
     "What a class holds; of a trainer only what subclasses have added"
     return [o for cls in kind.__mro__ if not issubclass(Trainer, cls) for o in vars(cls).values()]
-
-def _exceptions(f, kind):
-    "Names in a function that stand for exceptions of a kind"
-    if not isinstance(f, types.FunctionType): return []
-    around = zip(f.__code__.co_freevars, map(_content, f.__closure__ or ()))
-    known = vars(builtins) | f.__globals__ | dict(around)
-    values = {name: known.get(name, getattr(events, name, None)) for name in _names(f.__code__)}
-    return [name for name,o in values.items() if isinstance(o, type) and issubclass(o, kind)]
-
-def _content(cell):
-    try: return cell.cell_contents
-    except ValueError: return None # Not set yet
-
-def _names(code):
-    "All names in a piece of code that it does not define"
-    inner = [name for o in code.co_consts if isinstance(o, types.CodeType) for name in _names(o)]
-    return [*code.co_names, *code.co_freevars, *inner]

@@ -11,6 +11,7 @@ import copy, functools, inspect, math
 from torch.optim import Optimizer
 
 from isaac_loop.inspection.plain_script import written_names # noqa: F401 - Methods of `Writing` for all lines
+from isaac_loop.inspection.plain_script.callback_source import mentioned
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
 from isaac_loop.loop.events import callback_name
 from isaac_loop.train.closures import needs_closure
@@ -67,10 +68,21 @@ def opt_class(
     trainer, # Has an `opt_func`, and perhaps an `opt` that it has made
 )->type: # None if that cannot be known
     "The class of the optimizer"
+    f = _maker(trainer)
+    return f if isinstance(f, type) and issubclass(f, Optimizer) else None
+
+def _maker(trainer):
     f = trainer.opt_func
     while isinstance(f, functools.partial): f = f.func
-    if isinstance(f, type) and issubclass(f, Optimizer): return f
-    return None
+    return f
+
+def closing_class(
+    trainer, # As for `opt_class`
+)->type: # None if it needs none, or if that cannot be known
+    "The class of an optimizer that needs a closure, also where a function makes it, which is not called"
+    made = [type(trainer.opt)] if 'opt' in vars(trainer) else []
+    kinds = [opt_class(trainer)] if opt_class(trainer) else made or mentioned(_maker(trainer), Optimizer)
+    return kinds[0] if kinds and all(map(needs_closure, kinds)) else None
 
 _PARAMETERS = '''
 def parameters_of(model, opt):
@@ -92,8 +104,8 @@ class BasicTrain(Lines):
     def get_loss(self): return f'loss = loss_func(preds{self.w.targets()})'
     def backward(self): return 'loss.backward()'
     def step(self):
-        kind = opt_class(self.w.trainer) or type(vars(self.w.trainer).get('opt'))
-        if needs_closure(kind): raise NotWritten(_CLOSURE[0].format(kind.__name__), _CLOSURE[1])
+        kind = closing_class(self.w.trainer)
+        if kind: raise NotWritten(_CLOSURE[0].format(kind.__name__), _CLOSURE[1])
         return 'opt.step()'
     def zero_grad(self): return 'opt.zero_grad()'
 
