@@ -331,6 +331,67 @@ def test_a_function_that_may_make_another_optimizer_is_written():
     assert "opt.step()" in str(make_trainer([BasicTrainCB()], opt_func).to_script())
 
 
+class TooSteepCB:
+    on_valid = False
+
+    @torch.no_grad()
+    def before_step(self, trainer):
+        norm = sum(p.grad.square().sum() for p in trainer.model.parameters())
+        if norm > 1:
+            raise CancelStepException("too steep")
+
+
+class UnderTwoConditionsCB:
+    on_valid = False
+
+    def before_step(self, trainer):
+        if trainer.epoch:
+            if trainer.batch_num == 2:
+                raise CancelStepException
+            trainer.model.zero_grad()
+
+
+class InWithCB:
+    on_valid = False
+
+    def before_backward(self, trainer):
+        with torch.no_grad():
+            if trainer.epoch:
+                with torch.enable_grad():
+                    if trainer.batch_num == 3:
+                        raise CancelStepException
+                    trainer.loss = trainer.loss * 2
+            if trainer.batch_num == 1:
+                raise CancelStepException
+        trainer.loss = trainer.loss * 3
+
+
+class PassInWithCB:
+    @torch.no_grad()
+    def before_epoch(self, trainer):
+        if trainer.training and trainer.epoch == 1:
+            raise CancelEpochException
+
+
+@pytest.mark.parametrize("kind", [TooSteepCB, UnderTwoConditionsCB, InWithCB, PassInWithCB])
+def test_a_way_out_that_no_if_can_stand_for_is_written(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), kind(), ClipGradCB(0.5)]), monkeypatch)
+    both(lambda: make_trainer([BasicTrainCB(), AccumulationCB(2), kind(), accuracy()]), monkeypatch)
+
+
+class SplitByEpochTrainer(Trainer):
+    def split(self, batch):
+        x, y = batch
+        return (x * (1 + self.epoch),), (y,)
+
+
+def test_a_split_that_needs_a_fit_is_refused_in_words():
+    trainer = make_trainer([BasicTrainCB()], cls=SplitByEpochTrainer)
+    with pytest.raises(ValueError, match="`BasicTrainCB.predict` cannot be written"):
+        trainer.to_script()
+    assert trainer.to_script(partial=True).not_written
+
+
 class InnerDone(Exception):
     "Ends the span `inner`"
 

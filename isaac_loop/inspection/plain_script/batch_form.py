@@ -65,7 +65,7 @@ def form_of(
     n_inp = getattr(dls, 'n_inp', None) or 1
     if batch is None: return None if own else _unseen(n_inp)
     try: inputs,targets = trainer.split(batch)
-    except (TypeError, ValueError): return None
+    except Exception: return None # It may read what only a fit sets, such as `trainer.epoch`
     (x,xs),(y,ys) = _named(inputs, 'xb'),_named(targets, 'yb')
     parts = [*inputs, *targets]
     if own:

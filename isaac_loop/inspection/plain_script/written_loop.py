@@ -10,10 +10,9 @@ import ast
 
 from fastcore.basics import patch
 
-from isaac_loop.inspection.plain_script.plain_lines import Leave, NotFlat, leaves, lines, within
-from isaac_loop.inspection.plain_script.plain_lines import without_exits
+from isaac_loop.inspection.plain_script.plain_lines import Leave, leaves, lines, within
 from isaac_loop.inspection.plain_script.script_writing import Writing
-from isaac_loop.inspection.plain_script.written_spans import NOT_FLAT, guarded, joined_blocks
+from isaac_loop.inspection.plain_script.written_spans import guarded, joined_blocks
 
 # %% ../../../nbs/inspection/plain_script/30_written_loop.ipynb #d5869e7e
 _LEFT = ast.dump(lines('left_early = True', '')[0])
@@ -41,8 +40,7 @@ def one_pass(self:Writing, training)->list:
     head = lines('left_early = False', 'Trainer.one_epoch')*bool(flagged)
     head += lines('over = False', 'Trainer.one_epoch')*(stops and not training)
     if flagged: after = self.conditional('not left_early', after, 'Trainer.one_epoch')
-    try: block = without_exits([*before, *head, loop, *after], _leaves_pass)
-    except NotFlat: raise NOT_FLAT from None
+    block = self.flat([*before, *head, loop, *after], _leaves_pass)
     cleanup = joined_blocks(self.event('cleanup_epoch'))
     block = guarded(block, cleanup, 'one_epoch') if leaves(block, 'fit') else block+cleanup
     return self._in_mode(training, block)

@@ -6,16 +6,16 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #7b210417
-import ast
+import ast, copy
 
 from fastcore.basics import patch
 
 from isaac_loop.inspection.plain_script.callback_source import Method
 from isaac_loop.inspection.plain_script.inlined_methods import inlined, statements_of
 from isaac_loop.inspection.plain_script.known_callbacks import is_ours, kind_of
-from isaac_loop.inspection.plain_script.plain_lines import Leave, NotFlat, coming_from, leaves, lines, within
-from isaac_loop.inspection.plain_script.plain_lines import without_exits
-from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
+from isaac_loop.inspection.plain_script.plain_lines import Leave, NotFlat, coming_from, leaves
+from isaac_loop.inspection.plain_script.plain_lines import lines, within, without_exits
+from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing, snake
 from isaac_loop.inspection.plain_script.source_of_values import NoSource, NotAlone
 from isaac_loop.loop.handlers import has_own_batch
 from isaac_loop.loop.duplicate_steps import Watched
@@ -23,9 +23,6 @@ from isaac_loop.loop.events import STEPS, callback_name
 from isaac_loop.loop.handlers import TrainersOwn
 
 # %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #20941356
-NOT_FLAT = NotWritten('it leaves a step from a place that no `if` can stand for',
-                      'Raise the cancel outside of loops')
-
 # Who leaves the batch here leaves gradients that have been used already
 _BEFORE_CLEARED = 'after_step','cleanup_step','before_zero_grad','zero_grad'
 
@@ -74,10 +71,63 @@ def joined_blocks(pairs):
     "The statements of several handlers, one after the other"
     return [node for _,block in pairs for node in block]
 
+# %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #e9ad8275
+_BLOCKS = 'body','orelse','finalbody'
+_NOT_FLAT = NotWritten('it leaves a part of the loop from a place that no `if` can stand for',
+                       'Raise the cancel outside of loops')
+
+@patch
+def flat(self:Writing,
+    block:list, # Statements
+    is_exit, # Function of a statement
+)->list: # Statements without those that are exits
+    "Let branches take the place of exits, and variables where no branch can"
+    for i,node in enumerate(block):
+        if is_exit(node): return block[:i]
+        exits = list(filter(is_exit, within([node])))
+        if not exits: continue
+        try: return block[:i] + without_exits(_twins(block[i:]), is_exit)
+        except NotFlat: return block[:i] + self._by_flag(node, block[i+1:], is_exit, exits[0].origin)
+    return block
+
+def _twins(block, before=lambda node: []):
+    "The same statements in blocks of their own, each behind what is `before` it"
+    found = []
+    for node in block:
+        twin = copy.copy(node)
+        for name in _BLOCKS:
+            inner = getattr(node, name, None)
+            is_block = isinstance(inner, list) and not isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            if is_block: setattr(twin, name, _twins(inner, before))
+        found += [*before(node), twin]
+    return found
+
+@patch
+def _by_flag(self:Writing, node, rest, is_exit, origin):
+    "`node`, in which a variable is set where it is left, and the rest under the condition that it is not"
+    flag = self.names.of(('left', origin), f'{snake(origin.partition(".")[0])}_left')
+    self.own_names.add(flag)
+    self.note('name', flag)
+    node, = _twins([node], lambda inner: lines(f'{flag} = True', origin) if is_exit(inner) else [])
+    is_block = isinstance(node, (ast.If, ast.With)) or isinstance(node, ast.Try) and not node.handlers
+    if not is_block: return self._refused_at(origin) + self.flat(rest, is_exit)
+    for name in _BLOCKS:
+        if name in node._fields: setattr(node, name, self.flat(getattr(node, name), is_exit))
+    first = lines(f'{flag} = False', origin)
+    return [*first, node, *self.conditional(f'not {flag}', self.flat(rest, is_exit), origin)]
+
+@patch
+def _refused_at(self:Writing, origin):
+    "Refuse what comes from there"
+    name,_,event = origin.partition('.')
+    known = {callback_name(cb): cb for cb in self.trainer.callbacks}
+    return self._refused(known.get(name, TrainersOwn(type(self.trainer))), event, _NOT_FLAT)
+
 # %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #15763903
 def _is_step(node): return isinstance(node, Leave) and node.span == 'step'
 
-def _assembled(befores, core, cleanups):
+@patch
+def _assembled(self:Writing, befores, core, cleanups):
     "A span: what comes before, its body, its cleanups; a block around the rest holds what comes after it"
     block,rest = [],list(cleanups)
     for i,(cb,before) in enumerate(befores):
@@ -89,11 +139,10 @@ def _assembled(befores, core, cleanups):
         mine = [pair for pair in cleanups if any(pair[0] is other for other in order)]
         if inside is not None: mine = cleanups[:inside]
         rest = [pair for pair in cleanups if not any(pair is other for other in mine)]
-        before[0].body = _assembled(befores[i+1:], core, mine) or [ast.Pass()]
+        before[0].body = self._assembled(befores[i+1:], core, mine) or [ast.Pass()]
         block,core = block+before,[]
         break
-    try: block = without_exits(block+core, _is_step)
-    except NotFlat: raise NOT_FLAT from None
+    block = self.flat(block+core, _is_step)
     cleanup = joined_blocks(rest)
     early = leaves(block, 'batch', 'epoch', 'fit')
     return guarded(block, cleanup, 'run_callbacks') if early else block+cleanup
@@ -111,7 +160,7 @@ def step(self:Writing, name)->list: # Statements
     has_handlers = self.plan.entries[self.training][name]
     if name == 'step' and has_handlers: core += lines('n_updates += 1', 'Trainer.run_callbacks')
     core += joined_blocks(self.event(span.after))
-    return _assembled(befores, core, self.event(span.cleanup))
+    return self._assembled(befores, core, self.event(span.cleanup))
 
 _NO_EVENT = 'it runs `{}`, which is no step'
 
