@@ -647,6 +647,35 @@ def no_rate():
     return trainer_with(opt_func=NoRate)
 
 
+class OwnClosure(BasicTrainCB):
+    "Gives the optimizer a function that computes the gradients, and clears them first"
+
+    def step(self, trainer):
+        x, y = trainer.batch
+
+        def closure():
+            trainer.opt.zero_grad()
+            loss = trainer.loss_func(trainer.model(x), y)
+            loss.backward()
+            return loss
+
+        trainer.opt.step(closure)
+
+    def backward(self, trainer):
+        "The closure does it"
+
+    def zero_grad(self, trainer):
+        "And this"
+
+
+@right
+def closure_that_clears():
+    def opt_func(params, lr):
+        return optim.LBFGS(params, lr, max_iter=3)
+
+    return Trainer(dls(), F.cross_entropy, opt_func, nn.Linear(6, 3), OwnClosure())
+
+
 class OfAnotherMake:
     "Has groups, and is no optimizer of PyTorch"
 

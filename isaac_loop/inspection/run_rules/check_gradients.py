@@ -49,7 +49,7 @@ _OLD = ('{by} made a step of `{opt}` ({when}) with gradients that it had used in
 
 def old_gradients(seen):
     "Steps with gradients that were used before"
-    for step in seen.gradients.steps:
+    for step in [o for o in seen.gradients.steps if not o.closure]: # That clears them within the step
         earlier = [used for _,used in step.old if used.opt is step.opt and used.where != step.where]
         if not earlier: continue
         text = _OLD.format(by=step.by, opt=name_of(seen, step.opt), when=when(step.where),
