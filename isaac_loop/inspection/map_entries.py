@@ -32,9 +32,11 @@ class Entry:
         where:str='', # Place of its source
         does:str='', # In one sentence
         passes:str='', # 'training only', 'validation only' or nothing
+        loop:str='', # Which part of the loop it is, in a trainer's own way: 'fit', 'one_epoch', 'one_batch'
     ):
         self.event,self.callback,self.found = event,callback,found
         self.where,self.does,self.passes = where,does,passes
+        self.loop = loop
 
     @property
     def name(self):
@@ -156,13 +158,23 @@ def _in_order(events):
     at = EVENTS.index('after_batch')
     return [*EVENTS[:at], *(event for event in events if event not in EVENTS), *EVENTS[at:]]
 
-def _own_batch(trainer):
-    "The entry of a `one_batch` of one's own, if there is one"
-    method = type(trainer).one_batch
-    if getattr(method, '__wrapped__', method) is getattr(Trainer.one_batch, '__wrapped__', None): return []
-    owner = TrainersOwn(type(trainer))
-    found = Reader(trainer, owner).read(inspect.unwrap(method))
-    return [Entry('before_predict', owner, found, place(method), 'One batch, in a way of its own')]
+_OWN = { # By event before which it is shown: methods of the loop, and what each is for
+    'before_fit': [('fit', 'A fit'), ('_fit', 'A fit')],
+    'before_epoch': [('one_epoch', 'One pass'), ('_one_epoch', 'One pass')],
+    'before_predict': [('one_batch', 'One batch')],
+}
+
+def _own_loops(trainer, event):
+    "The entries of a `fit`, a `one_epoch` or a `one_batch` of one's own"
+    found = []
+    for name,what in _OWN.get(event, ()):
+        method = getattr(type(trainer), name)
+        f = inspect.unwrap(method)
+        if f is inspect.unwrap(getattr(Trainer, name)): continue
+        owner = TrainersOwn(type(trainer))
+        told = place(method),f'{what}, in a way of its own'
+        found.append(Entry(event, owner, Reader(trainer, owner).read(f), *told, loop=name.strip('_')))
+    return found
 
 def all_entries(
     trainer, # Is only looked at
@@ -175,7 +187,7 @@ def all_entries(
         effects[key] = handler_effects(trainer, cb, mine)
     entries = []
     for event in _in_order(handlers):
-        if event == 'before_predict': entries += _own_batch(trainer)
+        entries += _own_loops(trainer, event)
         if event in _LOOP: entries.append(loops_entry(event))
         entries += [_entry(event, cb, h, effects[id(cb)][event]) for cb,h in handlers[event]]
     return entries

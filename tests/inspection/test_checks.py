@@ -927,6 +927,137 @@ def test_a_batch_of_ones_own_that_is_no_span_is_run_and_told_where_somebody_wait
         assert found_in(small(cls, MetricsCB(), ClipGradCB(1.0)), batches=batches) == [], cls
 
 
+class TwoPhases(Trainer):
+    "Goes over the data twice, and says which time it is"
+
+    def one_epoch(self, training):
+        for self.phase in ("wake", "sleep") if training else ("wake",):
+            super().one_epoch(training)
+
+
+class Weighted(Trainer):
+    def fit(self, *args, **settings):
+        self.phase = "wake"
+        return super().fit(*args, **settings)
+
+
+class InnerDone(Exception):
+    "Ends the span `inner`"
+
+
+class Inner(Trainer):
+    "Learns in a span of its own"
+
+    @with_cbs("inner", InnerDone)
+    def inner_step(self):
+        self.phase = "sleep"
+        self.run_callbacks("predict", "get_loss", "backward", "step", "zero_grad")
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        for self.i in range(2):
+            self.inner_step()
+
+
+class InnerClears(Trainer):
+    "Clears the gradients in a span of its own"
+
+    @with_cbs("inner", InnerDone)
+    def clear(self):
+        self.run_callbacks("zero_grad")
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.phase = "wake"
+        self.run_callbacks("predict", "get_loss", "backward", "step")
+        self.clear()
+
+
+class OfPhase:
+    def after_get_loss(self, trainer):
+        self.factor = 1 if trainer.phase == "wake" else 0.5
+
+
+@pytest.mark.parametrize("cls", [TwoPhases, Weighted, Inner, InnerClears])
+def test_a_loop_of_ones_own_is_read_with_its_spans(cls):
+    data = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(2)]
+    trainer = cls(DataLoaders(data), F.cross_entropy, optim.SGD, nn.Linear(3, 2), [BasicTrainCB(), OfPhase()])
+    assert found_in(trainer) == []
+    assert "phase" in [name for entry in trainer.map().entries for name in entry.found.writes]
+    trainer.fit(1, lr=0.1, valid=False)
+
+
+class ByHand(Trainer):
+    "Its steps are methods of its own"
+
+    def before_fit(self):
+        self.opt_a = optim.SGD(self.model.parameters(), self.lr)
+
+    def predict(self):
+        self.preds = self.model(self.batch[0])
+
+    def get_loss(self):
+        self.loss = self.loss_func(self.preds, self.batch[1])
+
+    def backward(self):
+        self.loss.backward()
+
+    def step(self):
+        self.opt_a.step()
+
+    def zero_grad(self):
+        self.opt_a.zero_grad()
+
+
+class ByHandToo(ByHand):
+    def before_fit(self):
+        super().before_fit()
+
+    def get_loss(self):
+        super().get_loss()
+        self.loss = self.loss + 0.01 * self.preds.square().mean()
+
+    def step(self):
+        super().step()
+
+
+class OfOptA:
+    def before_epoch(self, trainer):
+        self.rate = trainer.opt_a.param_groups[0]["lr"]
+
+
+def test_what_a_trainers_method_leaves_to_its_parent_is_read_there():
+    data = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(2)]
+    trainer = ByHandToo(DataLoaders(data), F.cross_entropy, None, nn.Linear(3, 2), OfOptA())
+    assert found_in(trainer) == []
+    assert ("step", "ByHandToo") in [(o["event"], o["callback"]) for o in trainer.who_writes("model").rows]
+
+
+class ClearsLater(TwoPhases):
+    "Gathers the gradients of a whole pass"
+
+    def one_epoch(self, training):
+        super().one_epoch(training)
+        if training:
+            self.opt.step()
+            self.opt.zero_grad()
+
+
+class OnlyBackward(BasicTrainCB):
+    def step(self, trainer):
+        "One step for a whole pass, which the trainer makes"
+
+    def zero_grad(self, trainer):
+        "After that step"
+
+
+def test_what_a_pass_of_ones_own_does_is_not_said_to_be_done_by_nobody():
+    data = [(torch.randn(8, 3), torch.randint(2, (8,))) for _ in range(2)]
+    parts = DataLoaders(data), F.cross_entropy, optim.SGD, nn.Linear(3, 2)
+    assert found_in(ClearsLater(*parts, [OnlyBackward(), OfPhase()])) == []
+    assert found_in(Trainer(*parts, OnlyBackward())) == ["never_stepped"]
+
+
 def test_what_batches_tell_is_also_told_of_a_batch_that_is_no_span():
     class Halves:
         def before_predict(self, trainer):

@@ -24,7 +24,7 @@ from ...loop.ranks import Ranks, here
 from ...loop.shared_attributes import OFFERS
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #306df17c
-_LOOP = ('fit', 'one_epoch', 'one_batch') # Their events are in the plan already
+_LOOP = ('fit', '_fit', 'one_epoch', '_one_epoch', 'one_batch') # They have entries of their own
 
 class Calls(NewObjects):
     "Follows calls, or knows what they do"
@@ -40,8 +40,9 @@ class Calls(NewObjects):
         if name in ('update', 'compute') and self._is_metric(node, owner): self.do(_metric_deed(node), node)
         call = unpacked(Called(name, f, owner, args, named, node))
         self._note_columns(call)
-        is_own = owner.is_trainer and isinstance(f.live, MethodType) and f.live.__self__ is self.trainer
-        if is_own: return self._of_trainer(call)
+        is_own = isinstance(f.live, MethodType) and f.live.__self__ is self.trainer
+        if is_own and owner.is_trainer: return self._of_trainer(call)
+        if is_own and isinstance(owner.live, Parent): return self._of_trainers_parent(call)
         return self.apply(call)
 
     def _is_builtin(self, name):
@@ -85,11 +86,22 @@ class Calls(NewObjects):
         "A method of the trainer"
         name,method = call.name,call.f.live
         if name == 'run_callbacks': self.found.runs |= _texts(call.args)
-        elif hasattr(method, 'span'): self.found.runs.add(method.span.name)
-        elif name in _LOOP: self.found.runs.add(name)
+        elif name in _LOOP: self.found.runs.add(method.span.name if hasattr(method, 'span') else name)
         elif name == 'side_run': self.found.runs.add('side_run') # It puts everything back
-        else: return self.follow(method.__func__, [call.owner, *call.args], call.named)
+        else: return self._of_own(call)
         return NOTHING
+
+    def _of_own(self, call):
+        "A method that is followed; if it is a span, its events come as well"
+        f = call.f.live.__func__
+        if hasattr(f, 'span'): self.found.runs.add(f.span.name)
+        return self.follow(f, [call.owner, *call.args], call.named)
+
+    def _of_trainers_parent(self, call):
+        "`super().x()` in a method of the trainer"
+        me,module = Value([()], self.trainer),call.f.live.__func__.__module__ or ''
+        call = Called(call.name, call.f, me, call.args, call.named, call.node)
+        return self._of_trainer(call) if module.startswith('isaac_loop.') else self._of_own(call)
 
     def apply(self, call):
         "Any other call"
@@ -190,7 +202,9 @@ class Builtins(Calls):
     call_eval = call_exec
 
     def call_super(self, node):
-        return Value(live=Parent(self.callback, self.around.get('__class__', type(self.callback))))
+        after = self.around.get('__class__', type(self.callback))
+        is_trainers = issubclass(type(self.trainer), after) and not isinstance(self.callback, after)
+        return Value(live=Parent(self.trainer if is_trainers else self.callback, after))
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #d8cd3dcc
 _SCOPE = 'names','around','returned','guards','file','doubts','asides','tests','graphs' # Of one function

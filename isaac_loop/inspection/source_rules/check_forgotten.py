@@ -26,7 +26,8 @@ def unread_rates(scene):
     found = []
     for entry in own:
         if entry.event == 'before_fit' or 'lr' not in entry.found.writes: continue
-        used = any('lr' in o.found.reads or o.found.unclear for o in own if o is not entry)
+        others = [*(o.found for o in own if o is not entry), *scene.loops]
+        used = any('lr' in o.reads or o.unclear for o in others)
         if used or entry.found.unclear or 'opt' in entry.found.changes: continue
         text = _UNREAD_RATE.format(who=said(entry), line=entry.found.writes['lr'])
         found.append(Finding('unread_rate', text, [entry.callback]))

@@ -110,7 +110,8 @@ def without_span(scene):
     "Callbacks that wait for the borders of batches, and a `one_batch` that has none"
     one_batch,own = type(scene.trainer).one_batch,_own_batch(scene)
     if own is None or hasattr(one_batch, 'span'): return []
-    if not own.found.runs.isdisjoint((*_OF_BATCH, 'batch', '*')): return []
+    run = own.found.runs.union(*(loop.runs for loop in scene.loops))
+    if not run.isdisjoint((*_OF_BATCH, 'batch', '*')): return []
     waiting = [o for o in scene.entries if o.event in _OF_BATCH and o.callback is not None
                and not isinstance(o.callback, TrainersOwn)]
     if not waiting: return []

@@ -18,7 +18,6 @@ from ...loop.handlers import has_own_batch
 from ...loop.events import EVENTS, STEPS, callback_name, handler_of
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
-from ...loop.trainer import Trainer
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #da317d47
 _WHOLE = 'before_fit', 'log', 'measured', 'after_fit', 'cleanup_fit'
@@ -28,7 +27,9 @@ ENDS = 'after_epoch','cleanup_epoch','log' # Where something is made of what a p
 class Scene:
     "The entries of a trainer, in the order in which they run"
     def __init__(self, trainer):
-        self.trainer,self.entries = trainer,all_entries(trainer)
+        self.trainer,every = trainer,all_entries(trainer)
+        self.entries = [o for o in every if o.loop in ('', 'one_batch')]
+        self.loops = [o.found for o in every if o not in self.entries] # An own `fit` or `one_epoch`
         inside = [o for o in self.entries if o.event not in _WHOLE]
         self.training = [o for o in inside if _takes_part(o, True)]
         self.batch = [o for o in self.training if o.event in OF_BATCH or o.event not in EVENTS]
@@ -57,6 +58,11 @@ def happens(entry, deed):
 def taken_from(entry, deed):
     "The names in the deeds of one kind, such as 'schedules self.rates'"
     return [found.partition(' ')[2] for found in entry.found.does if found.startswith(f'{deed} ')]
+
+def learns_in_loops(scene):
+    "Whether an own `fit` or `one_epoch` may have to do with gradients and steps"
+    parts,steps = {'gradients', 'model', 'opt'},{*STEPS, '*'}
+    return any(o.unclear or parts & {*o.changes} or 'step' in o.calls or steps & o.runs for o in scene.loops)
 
 def package_of(x):
     "Where a function or a class comes from; empty if that was made by `exec`"
@@ -160,7 +166,9 @@ def _provided(trainer):
 
 def missing_attributes(scene):
     "What is read before anybody has written it"
-    there,found = _provided(scene.trainer),[]
+    at_any_time = {name for loop in scene.loops for name in loop.writes}
+    there,found = _provided(scene.trainer) | at_any_time,[]
+    if any(map(_may_write_more, scene.loops)): return []
     for i,entry in enumerate(scene.whole):
         needed = [name for name in entry.found.needs if is_sure(entry, 'reads', name)]
         for name in needed:
@@ -168,9 +176,11 @@ def missing_attributes(scene):
             found.append(_missing(scene, i, name))
             there.add(name) # Told once
         there |= {*entry.found.writes}
-        if entry.callback is None and entry.event == 'before_batch': there -= {'preds', 'loss'} # Taken away
-        if any(what.startswith(_TELLS_LITTLE) for what in entry.found.unclear): break # It may write anything
+        if entry.callback is None and entry.event == 'before_batch': there -= {'preds', 'loss'} - at_any_time
+        if _may_write_more(entry.found): break
     return found
+
+def _may_write_more(found): return any(what.startswith(_TELLS_LITTLE) for what in found.unclear)
 
 def _is_users(entry, name):
     "Whether the line that reads is a user's own: the library's have a folder, and are tested"
@@ -193,9 +203,8 @@ _NO_STEPS = ('No callback does any of the steps {}, so a fit goes through the ba
 
 def idle_loops(scene):
     "A loop without steps, unless its class goes another way"
-    kind = type(scene.trainer)
-    own = any(getattr(kind, o) is not getattr(Trainer, o) for o in ('fit', 'one_epoch', '_one_epoch'))
-    idle = not own and not has_own_batch(scene.trainer) and all(o.event not in STEPS for o in scene.training)
+    own = scene.loops or has_own_batch(scene.trainer)
+    idle = not own and all(o.event not in STEPS for o in scene.training)
     return [Finding('no_provider', _NO_STEPS.format(', '.join(f'`{o}`' for o in STEPS)))] if idle else []
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #7a0d3f2e
@@ -213,7 +222,7 @@ def steps_run(
     scene, # Of a trainer with a `one_batch` of its own
 )->set: # None if some names are made up on the way
     "The names that somebody gives to `run_callbacks`"
-    run = {name for entry in scene.entries for name in entry.found.runs}
+    run = {name for found in (*(o.found for o in scene.entries), *scene.loops) for name in found.runs}
     return None if '*' in run else run
 
 def _in_batch(scene):

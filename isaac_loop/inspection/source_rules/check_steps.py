@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/source_rules/22_check_steps.ipynb #2f651e23
 import ast
 
-from .check_rules import said, taken_from
+from .check_rules import learns_in_loops, said, taken_from
 from .check_updates import cleared_too_early
 from .own_steps import Unknown, calls_of_batch, optimizers, own_method
 from .own_steps import tree_at
@@ -33,7 +33,7 @@ def steps_in_disorder(scene):
     "Steps on gradients that were never cleared, or are cleared already"
     try: row = list(calls_of_batch(scene))
     except Unknown: return []
-    if 'backward' not in [o.kind for o in row]: return []
+    if 'backward' not in [o.kind for o in row] or learns_in_loops(scene): return []
     several = len({o.opt for o in row if o.kind == 'step'}) > 1
     for opt in dict.fromkeys(o.opt for o in row if o.kind == 'step'):
         found = _walk(row, opt, several)
@@ -73,7 +73,8 @@ _NO_BACKWARD = ('{who} makes a step, and nobody computes gradients, so the weigh
 
 def half_steps(scene):
     "Gradients without a step, and steps without gradients"
-    if any(o.found.unclear for o in scene.entries if o.callback is not None): return []
+    unclear = any(o.found.unclear for o in scene.entries if o.callback is not None)
+    if unclear or learns_in_loops(scene): return []
     does = [(item, deed) for item in scene.entries for deed in item.found.does]
     backward = next((o for o,deed in does if deed == 'backwards' and o in scene.batch), None)
     step = next((o for o,deed in does if deed.startswith('steps ') and o in scene.batch), None)

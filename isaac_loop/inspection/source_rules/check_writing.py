@@ -112,9 +112,9 @@ def _meant(name):
 def slips(scene):
     "Attributes that a callback writes under a name that is nearly right"
     own = [o for o in scene.entries if o.callback is not None and users_own(o)]
-    if any(o.found.unclear for o in own): return [] # It may be read there
+    if any(o.unclear for o in (*(o.found for o in own), *scene.loops)): return [] # It may be read there
     known = {*STATE, *dir(type(scene.trainer)), *vars(scene.trainer)}
-    for entry in scene.entries: known |= entry.found.reads.keys()
+    for found in (*(o.found for o in scene.entries), *scene.loops): known |= found.reads.keys()
     found = {}
     for entry in own:
         for name,line in entry.found.writes.items():

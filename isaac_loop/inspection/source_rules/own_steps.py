@@ -137,6 +137,7 @@ def _of_method(entry, tree, trainer, opts):
     "The calls of a method; they must be all that is known of it"
     told = [o for o in _in_lines(tree.body, trainer, opts) if o is not None]
     if 'sets gradients' in entry.found.does or 'zeroes gradients' in entry.found.does: raise Unknown()
+    if entry.found.runs.intersection(STEPS).difference(o[1] for o in told if o[0] == 'run'): raise Unknown()
     for kind,deed in _DEEDS.items():
         if any(o.startswith(deed) for o in entry.found.does) and kind not in [o[0] for o in told]:
             raise Unknown()
