@@ -198,7 +198,7 @@ def _add_seen(
 )->list: # What was added, as texts
     "Add to `entries` what was seen and does not stand in the source"
     added = []
-    for entry in entries:
+    for entry in [o for o in entries if not o.loop]: # An own `one_batch` is seen as the loop
         seen = record.of(entry.event, entry.callback)
         for kind in KINDS:
             new = [name for name in getattr(seen, kind) if name not in getattr(entry.found, kind)]

@@ -22,6 +22,7 @@ from .seen_objects import GENERATORS, KEYS, drawn_by, measured_in, memory_of, ve
 from ..loop import passes
 from ..loop.callback_list import exchanged
 from ..loop.events import Order
+from ..loop.handlers import TrainersOwn
 from ..loop.history import History
 from ..loop.plan import Plan
 from ..loop.running import run_event, run_chain
@@ -111,7 +112,8 @@ class Record:
         callback=None, # Whose
     )->Found:
         "What was seen of one callback in one event"
-        key = event,id(callback)
+        is_trainers = isinstance(callback, TrainersOwn) # Each plan has another one
+        key = event,TrainersOwn if is_trainers else id(callback)
         if key not in self.found: self.found[key] = callback,Found()
         return self.found[key][1]
 

@@ -924,3 +924,16 @@ def test_a_doubt_says_what_the_trainer_is_handed_to():
 def test_a_second_attribute_is_refused_and_not_taken_for_observing():
     with pytest.raises(TypeError, match="`observe` is 'preds'.*`trainer.map\\('preds'\\)`"):
         images_trainer([BasicTrainCB()]).map("loss", "preds")
+
+
+class MadeUpNames(Trainer):
+    def after_batch(self):
+        self.kept = [getattr(self, f"batch_{name}") for name in ["num"]]
+
+
+def test_what_a_trainers_own_methods_do_is_seen():
+    dls = DataLoaders([(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))])
+    trainer = MadeUpNames(dls, F.cross_entropy, optim.SGD, nn.Linear(3, 2), BasicTrainCB())
+    map = trainer.map("batch_num", observe=True)
+    assert map.observed == ["`MadeUpNames.after_batch` reads batch_num"]
+    assert ("after_batch", "MadeUpNames") in [(o["event"], o["callback"]) for o in map.table().rows]
