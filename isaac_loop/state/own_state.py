@@ -20,7 +20,7 @@ from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .array_views import part_views
-from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain
+from .changed_values import ANEW, Keeper, Knower, Putter, Unkept, is_plain, value_in
 from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
@@ -61,6 +61,7 @@ class OwnState:
         self.loop = set(loop)
         self.begin,self.ready = {},{} # Marks from before and after `before_fit`
         self.back = {} # Marks of what was put back
+        self.there = {} # By `id`, what these marks know and a resume may fill
         self.outside = {} # By function and name, marks of variables that functions write outside of them
         self.told = former.told if former else set() # What was said to be lost
         ever = former.ever if former else {} # Names of what changed in any fit
@@ -98,9 +99,10 @@ class OwnState:
         ready:bool=False, # Has every `before_fit` run?
     ):
         "Remember what there is now"
-        marker,marks = Marker(World(trainer, self.loop)),self.ready if ready else self.begin
+        marker,marks = Knower(World(trainer, self.loop)),self.ready if ready else self.begin
         owners = self._owners(trainer, callbacks, layers=ready) # A script sets these before it fits
         for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
+        self.there |= marker.met
         new = trainer.callbacks if callbacks is None else callbacks
         if not ready: self.outside |= _written_by(new, marker)
         if callbacks is None: self.comings.begin(trainer)
@@ -239,7 +241,9 @@ def _kept(self:OwnState, keeper, name, own, every=False):
     settings = {k: x for k,x in own.items() if k not in changed and _is_setting(x)}
     touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
     made = {k for k in own if part_of(begin, k) != part_of(ready, k)}
-    state,views = part_views({k: x for k,x in state.items() if x is not ANEW}, own, touched, made)
+    bare = {k: value_in(x) for k,x in state.items() if x is not ANEW}
+    parted,views = part_views(bare, own, touched, made)
+    state = {k: state[k] if x is bare[k] else x for k,x in parted.items()}
     return state, settings, lost+views
 
 def _is_setting(x):
@@ -265,7 +269,8 @@ def put(self:OwnState,
     between:bool=True, # Between two epochs? In a pass a loader that does not know its place is read again
 ):
     "Put back what was taken"
-    marker,putter,differ = Marker(World(trainer, self.loop)),Putter(_device_of(trainer)),[]
+    marker,differ = Marker(World(trainer, self.loop)),[]
+    putter = Putter(_device_of(trainer), self.there)
     owners = self._owners(trainer, None)
     for name,(owner,own) in owners.items():
         if name not in saved or not (between or _knows_its_place(trainer, name)): continue
