@@ -161,7 +161,7 @@ def _loss_kept(trainer):
 def _example_losses(trainer):
     "The loss of each example of the batch; the training finds everything as it was"
     targets,kept = trainer.split(trainer.batch)[1],partial(_loss_kept, trainer)
-    with kept(), same_random():
+    with kept(), same_random(trainer):
         return loss_per_example(trainer.loss_func, trainer.preds, *targets, around=kept).detach()
 
 _NO_LOSSES = ('`{cb}` has no losses for the examples of batch {n}, so some would be missing in the end. They '

@@ -600,6 +600,18 @@ def noisy_loss_of_rows(preds, targets, reduction="mean"):
     return F.cross_entropy(preds + torch.randn_like(preds), targets, reduction=reduction)
 
 
+class LossWithDice:
+    """Draws from a generator of its own."""
+
+    def __init__(self, dice):
+        self.dice = dice
+
+    def __call__(self, preds, targets):
+        if isinstance(self.dice, torch.Generator):
+            return F.cross_entropy(preds + torch.randn(preds.shape, generator=self.dice), targets)
+        return F.cross_entropy(preds, targets) * self.dice.random()
+
+
 def weights_with(make_loss, *watchers):
     set_seed(1)
     trainer = make_trainer(watchers, loss_func=make_loss())
@@ -609,7 +621,15 @@ def weights_with(make_loss, *watchers):
 
 @pytest.mark.filterwarnings("ignore:The loss of a batch is")
 @pytest.mark.parametrize(
-    "make_loss", [CentredLoss, CountingLoss, lambda: noisy_loss, lambda: noisy_loss_of_rows]
+    "make_loss",
+    [
+        CentredLoss,
+        CountingLoss,
+        lambda: noisy_loss,
+        lambda: noisy_loss_of_rows,
+        lambda: LossWithDice(torch.Generator().manual_seed(3)),
+        lambda: LossWithDice(np.random.default_rng(3)),
+    ],
 )
 def test_who_captures_losses_changes_nothing_for_a_loss_with_a_state_or_with_random_numbers(make_loss):
     alone, watched = weights_with(make_loss), weights_with(make_loss, CapturePredsCB(with_loss=True))
