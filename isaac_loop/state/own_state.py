@@ -24,7 +24,7 @@ from .changed_values import ANEW, Keeper, Knower, Putter, Unkept, is_plain, valu
 from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
-from .owners import World, add_generators_of, holders, is_layer, is_part
+from .owners import READERS, World, add_generators_of, holders, is_layer, is_part
 from .owners import may_be_state, of_other, others_of, unasked
 from .plain_state import from_plain, plain
 
@@ -182,7 +182,7 @@ def take(self:OwnState,
     for name,(_,own) in owners.items():
         if is_part(name) and not self._changed(keeper.marker, name, own): continue
         state,settings,lost = self._kept(keeper, name, own, every)
-        if name.startswith('dls.') or is_part(name): settings = {} # Told elsewhere
+        if name.startswith('dls') or is_part(name): settings = {} # Told elsewhere
         state,refused = _exactly(state, name, copy)
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
         if state or settings: found[name] = dict(state=state, settings=settings)
@@ -295,7 +295,7 @@ def _marks_now(self:OwnState, trainer):
 
 def _knows_its_place(trainer, name):
     "Whether an owner is none that reads for a loader, or for one that goes on where it stood"
-    if not name.startswith('dls.'): return True
+    if not name.startswith(READERS): return True
     return hasattr(getattr(trainer.dls, name.split('.')[1], None), 'load_state_dict')
 
 def _differing_settings(name, saved, own, marker):

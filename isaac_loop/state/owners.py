@@ -6,13 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/state/37_owners.ipynb #1cb41cb6
+from collections import deque
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import MethodType, ModuleType, SimpleNamespace
 
 import torch
 from torch import nn, optim
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..basics.tensors import OF_MODULES
 from ..loop.events import callback_name
@@ -75,9 +76,10 @@ def may_be_state(owner, without=()):
 _OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Nobody saves these: a callback that holds one keeps it
 
 def _data_of(dl):
-    "The dataset of a loader, and that in a subset of it: what a run reads, however large"
+    "The dataset of a loader, and those in a subset or a chain of them: what a run reads, however large"
+    if isinstance(dl, ConcatDataset): return [o for data in dl.datasets for o in (data, *_data_of(data))]
     data = getattr(dl, 'dataset', None)
-    return [data, *_data_of(data)] if isinstance(data, Subset) else [data]
+    return [data, *_data_of(data)] if isinstance(data, (Subset, ConcatDataset)) else [data]
 
 def _saved_tensors(m):
     "Parameters and buffers of a module that its `state_dict` has"
@@ -106,13 +108,16 @@ class World:
         return {id(o) for o in parts if type(o) not in SIMPLE}
 
 # %% ../../nbs/state/37_owners.ipynb #962a17bb
+READERS = 'dls.train','dls.valid' # With these begin the names of who reads data
+
 def of_other(name, owner):
     "The attributes of a loss function, a module, an optimizer or a dataset that may be state"
-    if is_layer(owner) and not name.startswith('dls.'): return _of_layer(owner) | _unsaved(name, owner)
+    if is_layer(owner) and not name.startswith(READERS): return _of_layer(owner) | _unsaved(name, owner)
     without = unasked(owner)
     if without is True: return {}
     if isinstance(owner, optim.Optimizer): return may_be_state(owner, without | _of_optimizers())
-    if name.startswith('dls.'): return _of_reader(owner, without)
+    if name.startswith(READERS): return _of_reader(owner, without)
+    if name == 'dls': return may_be_state(owner, without | {'train', 'valid', 'split'})
     return _of_module(name, owner, without) if isinstance(owner, nn.Module) else may_be_state(owner, without)
 
 def _of_reader(x, without):
@@ -128,7 +133,7 @@ def _of_module(name, m, without):
 
 def _unsaved(name, m):
     "Buffers that are not persistent; of a loss all, since the module of a method is nowhere else"
-    if name.startswith('loss_func'):
+    if name.startswith(('loss_func', 'dls.split')):
         return {k: x for k,x in [*m._parameters.items(), *m._buffers.items()] if x is not None}
     return {k: m._buffers.get(k) for k in getattr(m, '_non_persistent_buffers_set', ())}
 
@@ -151,21 +156,19 @@ def _of_optimizers():
     return {*vars(optim.Optimizer([torch.zeros(1)], {})), 'step', '_opt_called'}
 
 # %% ../../nbs/state/37_owners.ipynb #4caf1754
-def _add_readers(found, name, dl):
-    "Add who reads the data and is of a class of the user's own, with the objects that it holds"
+def _add_readers(found, name, dl, without=()):
+    "Add who reads the data and is of a class of the user's own, with the objects to which it leads"
     data = getattr(dl, 'dataset', None)
-    while isinstance(data, Subset): data = data.dataset
-    readers = {f'{name}.dataset': data}
+    readers = {f'{name}.dataset': data, f'{name}.collate_fn': getattr(dl, 'collate_fn', None)}
     if not hasattr(dl, 'load_state_dict'): readers |= _of_plain(name, dl)
     elif not hasattr(type(data), '__getitem__'): return
-    for path,x in readers.items():
-        if not _is_users(x): continue
-        for where,part in [(path, x), *_held_by(path, x)]:
-            if not any(part is known for known in found.values()): found[where] = part
+    seen = {id(o) for o in [*found.values(), *without]}
+    for where,x in _led_to(readers, seen):
+        if _is_users(x): found[where] = x
 
 def _of_plain(name, dl):
     "Who makes the batches of a loader that does not know its place"
-    samplers = {o: getattr(dl, o, None) for o in ('sampler', 'batch_sampler', 'collate_fn')}
+    samplers = {o: getattr(dl, o, None) for o in ('sampler', 'batch_sampler')}
     inner = getattr(samplers['batch_sampler'], 'sampler', None)
     found = {name: dl, f'{name}.batch_sampler.sampler': inner}
     return found | {f'{name}.{k}': o for k,o in samplers.items()}
@@ -176,31 +179,65 @@ def _is_users(x):
     try: return isinstance(getattr(x, '__dict__', {}), dict) and not tells_state(x)
     except Exception: return False # It does not let itself be looked into
 
-def _held_by(path, x):
-    "Objects of classes of the user's own that one holds, with their names"
-    found = []
-    for name,part in attributes_of(x).items():
-        many = part if type(part) in (list, tuple) and len(part) <= 20 else ()
-        found += [(f'{path}.{name}', part), *((f'{path}.{name}[{i}]', one) for i,one in enumerate(many))]
-    return [(where, part) for where,part in found if _is_users(part)]
+_FEW,_MANY = 20,200
+
+def _led_to(roots, seen):
+    "Objects that may read data, by path, from `roots` on and each once; rows are not looked through"
+    near = deque(roots.items())
+    for _ in range(_MANY):
+        while near and (id(near[0][1]) in seen or type(near[0][1]) in SIMPLE): near.popleft()
+        if not near: return
+        path,x = near.popleft()
+        seen.add(id(x))
+        yield path,x
+        near.extend(_inside(path, x))
+
+def _inside(path, x):
+    "What an object leads to, with paths: attributes, entries of short containers, what a callable is made of"
+    if isinstance(x, Subset): return [(path, x.dataset)]
+    if isinstance(x, ConcatDataset): return [(f'{path}.datasets[{i}]', o) for i,o in enumerate(x.datasets)]
+    if isinstance(x, MethodType): return [(path, x.__self__)]
+    if isinstance(x, partial): return [(path, x.func), *((f'{path}({k})', o) for k,o in _added(x))]
+    if type(x) in (list, tuple, dict): return _entries(path, x)
+    if not (_is_users(x) or isinstance(x, (Dataset, nn.Module)) or _is_transform(x)): return []
+    own = {k: o for k,o in attributes_of(x).items() if k not in OF_MODULES}
+    if isinstance(x, nn.Module): own |= x._modules
+    return [(f'{path}.{k}', o) for k,o in own.items()]
+
+def _added(x): return [*enumerate(x.args), *x.keywords.items()]
+
+def _entries(path, x):
+    if len(x) > _FEW: return []
+    return [(f'{path}[{k!r}]', o) for k,o in (x.items() if type(x) is dict else enumerate(x))]
+
+def _is_transform(x): return str(type(x).__module__).startswith('torchvision.transforms')
 
 # %% ../../nbs/state/37_owners.ipynb #115d585c
 def is_part(name): return _is_of_model(name) or name.startswith(('loss_func.', 'trainer.'))
 
 def others_of(trainer):
-    "The loss function, modules, optimizers and readers of data, and what generators all of these hold"
+    "The loss function, modules, optimizers, readers and splitters of data, and generators that these hold"
     loss_func,dls,model = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls', 'model'))
     model = bare(model)
     found = {'loss_func': looked_at(loss_func)}
     for name in ('train', 'valid'):
         dl = getattr(dls, name, None)
         if getattr(dl, 'reads_again', False): continue
-        _add_readers(found, f'dls.{name}', dl)
+        _add_readers(found, f'dls.{name}', dl, [trainer, model, *trainer.callbacks])
         _add_generators(found, f'dls.{name}', data_generators(dl))
+    _add_split(found, dls)
     _add_generators(found, 'model', held_generators([model, loss_func]))
     read = {} # What many callbacks share is read once
     for cb in trainer.callbacks: add_generators_of(found, cb, read)
     return found | _parts(trainer, model, found['loss_func'])
+
+def _add_split(found, dls):
+    "Add the function that splits batches, and a pair of loaders of a class of the user's own"
+    if _is_users(dls): found['dls'] = dls
+    split = attributes_of(dls).get('split')
+    if split is None: return
+    found['dls.split'] = looked_at(split)
+    _add_generators(found, 'dls.split', held_generators([split]))
 
 def _parts(trainer, model, loss_func):
     "The modules inside model and loss, other modules of the trainer, and optimizers of a class of one's own"
