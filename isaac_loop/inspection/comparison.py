@@ -6,15 +6,20 @@
 __all__ = ['Comparison', 'compare']
 
 # %% ../../nbs/inspection/19_comparison.ipynb #ec015569
-import numbers
+import inspect, numbers
+from functools import partial
+from hashlib import blake2b
+from types import CodeType, FunctionType, MethodType
 
 import torch
 
 from ..basics.tables import Table
 from ..data.fingerprint import described
 from .map_entries import all_entries
+from .swap import Swap
 from ..loop.events import callback_name
 from ..loop.handlers import order_of
+from ..loop.shared_attributes import STATE
 
 # %% ../../nbs/inspection/19_comparison.ipynb #eee1dc93
 def _in_words(value):
@@ -25,7 +30,28 @@ def _in_words(value):
     if isinstance(value, dict) and len(value) < 9:
         return '{' + ', '.join(f'{k}: {_in_words(v)}' for k,v in value.items()) + '}'
     if isinstance(value, torch.Tensor): return f'tensor {tuple(value.shape)}'
+    if isinstance(value, FunctionType) and not _is_known(value): return _function_in_words(value)
     return described(value) if callable(value) else type(value).__name__
+
+# %% ../../nbs/inspection/19_comparison.ipynb #a49be6ea
+_KNOWN = Table.__module__.partition('.')[0],'torch','builtins'
+
+def _is_known(x):
+    "Whether a class or a function comes from a library, where there is only one of its name"
+    return (x.__module__ or '').partition('.')[0] in _KNOWN
+
+def _function_in_words(f):
+    "A function with its settings, and a number for its body"
+    return f'{described(f).rpartition(" [")[0]} [{_digest(_body(f.__code__))}]'
+
+def _digest(x): return blake2b(repr(x).encode(), digest_size=3).hexdigest()
+
+def _body(code):
+    "What a piece of code does, without where it stands"
+    consts = [_body(o) if isinstance(o, CodeType) else _constant(o) for o in code.co_consts]
+    return code.co_code, consts, code.co_names, code.co_varnames, code.co_freevars
+
+def _constant(x): return sorted(map(repr, x)) if isinstance(x, frozenset) else x # In no order of their own
 
 # %% ../../nbs/inspection/19_comparison.ipynb #6f155504
 def _model_in_words(model):
@@ -70,6 +96,7 @@ def _loader_in_words(dl):
 
 def _callback_in_words(cb):
     "A callback with its settings; what has no text of its own is told by its public attributes"
+    if isinstance(cb, (FunctionType, MethodType, partial)): return _in_words(cb)
     tells = type(cb).__repr__ is not object.__repr__ and type(cb).__module__ not in ('types', 'builtins')
     if tells: return repr(cb)
     held = getattr(cb, '__dict__', {})
@@ -81,11 +108,22 @@ def _parts(trainer):
     "The parts of a trainer, and the settings of its callbacks"
     found = {'trainer': type(trainer).__name__, 'model': _model_in_words(trainer.model),
              'loss_func': _in_words(trainer.loss_func), 'opt_func': _in_words(trainer.opt_func)}
+    found |= {f'trainer.{k}': _in_words(v) for k,v in _settings(trainer).items()}
+    for swap in trainer.plan.changes:
+        if isinstance(swap, Swap): found[f'swap at {swap.event}'] = _in_words(swap.function)
+    found['dls'] = type(trainer.dls).__name__
+    for name in ('n_inp', 'split'): found[f'dls.{name}'] = _in_words(getattr(trainer.dls, name, None))
     for name in ('train', 'valid'): found[f'dls.{name}'] = _loader_in_words(getattr(trainer.dls, name, None))
     for cb in trainer.callbacks:
         name = callback_name(cb)
         found[name],found[f'{name}.order'] = _callback_in_words(cb),f'{float(order_of(cb)):g}'
     return found
+
+def _settings(trainer):
+    "Attributes of the user's own, without those that are written in the loop"
+    written = {name for entry in all_entries(trainer) for name in entry.found.writes}
+    usual = {*STATE, *written, 'plan'}
+    return {k: v for k,v in vars(trainer).items() if k[0] != '_' and k not in usual}
 
 def _doings(trainer):
     "Who stands at which event, and who writes which attribute"
@@ -97,10 +135,36 @@ def _doings(trainer):
             found.setdefault(f'who writes {name}', []).append(f'{entry.name}.{entry.event}')
     return {name: ', '.join(who) for name,who in found.items()}
 
+# %% ../../nbs/inspection/19_comparison.ipynb #9b28fcee
+def _of_classes(a, b):
+    "Methods and class attributes in which classes of one name differ, for either trainer"
+    x,y = ({'trainer': o} | {callback_name(cb): cb for cb in o.callbacks} for o in (a, b))
+    found = {},{}
+    for owner in [name for name in x if name in y]:
+        classes = type(x[owner]),type(y[owner])
+        if classes[0].__name__ != classes[1].__name__: continue
+        for words,cls in zip(found, classes):
+            words |= {f'{owner}.{k}': text for k,text in _methods(cls).items()}
+    return found
+
+def _methods(cls):
+    "What a user has written into a class and its bases, in words by name"
+    own = [o for o in reversed(cls.__mro__) if not _is_known(o)]
+    held = {k: _plain(v) for base in own for k,v in vars(base).items() if k != 'order'}
+    kinds = FunctionType, numbers.Number, str, tuple, type(None)
+    shown = {k: v for k,v in held.items() if isinstance(v, kinds) and (k[:2] != '__' or callable(v))}
+    return {k: _in_words(v) for k,v in shown.items()}
+
+def _plain(value):
+    "A function without what decorators have put around it"
+    f = getattr(value, 'fget', None) or getattr(value, '__func__', None) or value
+    return inspect.unwrap(f) if callable(f) else f
+
 # %% ../../nbs/inspection/19_comparison.ipynb #234e0351
 _SAME = ('Nothing of this differs: classes of trainer, model and loaders, settings of layers, loss, '
-         'optimizer and callbacks, what is frozen, orders, who stands at which event and who writes what. '
-         'Not compared are values of weights, data, and what a `forward` does.')
+         'optimizer, trainer and callbacks, their methods, swaps, how a batch is taken apart, what is '
+         'frozen, orders, who stands at which event and who writes what. Not compared are values of '
+         'weights, data, and what a `forward` does.')
 
 class Comparison:
     "What differs between two trainers: text when printed, a table in a notebook"
@@ -132,5 +196,5 @@ def compare(
     "What differs between two trainers: parts, callbacks, settings, orders, and who writes what"
     for value in (a, b):
         if not hasattr(value, 'plan'): raise TypeError(_NO_TRAINER.format(value=value))
-    layers = _of_models(a.model, b.model)
-    return Comparison(*(_parts(o) | of_model | _doings(o) for o,of_model in zip((a, b), layers)))
+    both = zip((a, b), _of_models(a.model, b.model), _of_classes(a, b))
+    return Comparison(*(_parts(o) | of_model | of_classes | _doings(o) for o,of_model,of_classes in both))

@@ -220,6 +220,94 @@ def test_an_order_that_is_another_is_told():
     }
 
 
+class CriticTrainer(Trainer):
+    def subclassing_method(self, n_critic=1):
+        self.n_critic = n_critic
+
+    def one_batch(self):
+        for _ in range(self.n_critic):
+            self.run_callbacks("predict", "get_loss", "backward", "step", "zero_grad")
+
+
+def critic(*callbacks, cls=CriticTrainer, dls=None, **settings):
+    dls = dls or DataLoaders([])
+    model, callbacks = nn.Linear(4, 4), [BasicTrainCB(), *callbacks]
+    return cls(dls, F.mse_loss, optim.SGD, model, callbacks, **settings)
+
+
+def scaled(by, name="scale"):
+    def scale(trainer):
+        trainer.loss = trainer.loss * by
+
+    return scale
+
+
+def test_settings_and_methods_of_a_trainer_of_ones_own_are_told():
+    assert compare(critic(n_critic=1), critic(n_critic=5)).differences == {"trainer.n_critic": ("1", "5")}
+    one = CriticTrainer
+
+    class Other(CriticTrainer):
+        def one_batch(self):
+            self.run_callbacks("predict", "get_loss", "backward", "step", "zero_grad")
+
+    Other.__name__ = one.__name__
+    assert list(compare(critic(), critic(cls=Other)).differences) == ["trainer.one_batch"]
+    assert compare(critic(), critic()).differences == {}
+
+
+def test_what_a_function_does_and_what_it_holds_is_told():
+    def squared(trainer):
+        trainer.loss = trainer.loss * trainer.loss
+
+    half, twice = ({"get_loss": scaled(by)} for by in (0.5, 2))
+    found = compare(critic(SimpleNamespace(**half)), critic(SimpleNamespace(**twice))).differences
+    assert [text.split(" [")[0] for text in found["SimpleNamespace"]] == [
+        "SimpleNamespace(get_loss=scaled.<locals>.scale(by=0.5)",
+        "SimpleNamespace(get_loss=scaled.<locals>.scale(by=2)",
+    ]
+
+
+def function_of(text):
+    space = {}
+    exec(text, space)
+    return space["after_get_loss"]
+
+
+def test_two_functions_of_one_name_that_do_something_else_are_told():
+    def both(*bodies):
+        texts = [f"def after_get_loss(trainer): trainer.loss = trainer.loss {body}" for body in bodies]
+        return compare(*(critic(function_of(text)) for text in texts)).differences
+
+    assert both("+ 1", "+ 1") == {}
+    assert list(both("+ 1", "+ 2")) == list(both("+ 1", "- 1")) == ["after_get_loss"]
+
+
+class Doubles:
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss * 2
+
+
+def test_two_classes_of_one_name_that_do_something_else_are_told():
+    class Triples:
+        def after_get_loss(self, trainer):
+            trainer.loss = trainer.loss * 3
+
+    Triples.__name__ = "Doubles"
+    assert list(compare(critic(Doubles()), critic(Triples())).differences) == ["Doubles.after_get_loss"]
+    assert compare(critic(Doubles()), critic(Doubles())).differences == {}
+
+
+def test_a_swap_in_force_and_how_a_batch_is_taken_apart_is_told():
+    a, b = critic(), critic()
+    b.swap("get_loss", lambda trainer: setattr(trainer, "loss", trainer.preds.mean()))
+    (before, after) = compare(a, b).differences["swap at get_loss"]
+    assert before is None and "<lambda>" in after
+    of_split = [DataLoaders([], split=o) for o in (lambda b: (b[0], b[1]), lambda b: (b[1], b[0]))]
+    assert list(compare(*(critic(dls=dls) for dls in of_split)).differences) == ["dls.split"]
+    of_two = compare(critic(dls=DataLoaders([], n_inp=2)), critic())
+    assert of_two.differences == {"dls.n_inp": ("2", "1")}
+
+
 def test_what_is_no_trainer_is_refused():
     with pytest.raises(TypeError, match="is no trainer"):
         compare(images_trainer([BasicTrainCB()]), None)
