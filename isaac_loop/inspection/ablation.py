@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..basics.checks import check_count
 from ..basics.tables import Table
 from ..loop.callback_list import is_in, without
-from ..loop.events import Order, STEPS, callback_name
+from ..loop.events import CancelEpochException, Order, STEPS, callback_name
 from ..loop.trainer import Trainer
 from .kept_batches import copied_or_same
 from .kept_runs import takes_part_again
@@ -40,6 +40,7 @@ class NotesCB:
     def before_epoch(self, trainer):
         "Give this pass some batches"
         self.trains |= trainer.training
+        if trainer.training and self.left < 1: raise CancelEpochException('enough batches')
         n = self.left if trainer.training else self.n_batches
         trainer.batches = self._some(trainer, islice(trainer.batches, n))
 

@@ -18,7 +18,7 @@ from ..basics.tables import Table
 from ..loop.handlers import has_own_batch
 from ..loop.events import CancelEpochException, CancelException, Order, callback_name
 from ..loop.handlers import TrainersOwn
-from ..loop.passes import n_batches
+from ..loop.passes import n_batches, planned_updates
 from .observing import copy_batches, marks, marks_of, passes_of
 from .watched_calls import Call, WayOut, changed_plan, several, watching
 from .copies import Copies, EQUAL
@@ -177,6 +177,7 @@ class Chosen:
     ):
         self.batch,self.kinds = check_count(batch, 'batch', 'batches are numbered from 0', least=0),kinds
         self.seen = {} # By kind of pass: how many batches there are, and whether this was not the last
+        self.places = {} # By kind of pass: what was walked over there, and in which run on the side
 
     def check(self, trainer, passes):
         "Refuse a number that no pass comes to"
@@ -188,17 +189,24 @@ class Chosen:
 
     def before_fit(self, trainer):
         "Let schedules have a length where nobody knows one"
-        try: _ = trainer.total_updates
+        try: planned_updates(trainer) # Which `total_updates` would remember as asked for
         except ValueError: trainer.updates_per_epoch = self.batch+1
 
     def before_epoch(self, trainer):
-        "Leave the data as they are, whatever is done to a batch"
+        "Leave the data as they are, whatever is done to a batch, and leave out what is not shown"
+        if self._is_further(trainer): raise CancelEpochException('another pass is shown')
         copy_batches(trainer)
+
+    def _is_further(self, trainer):
+        "Whether a pass of this kind was shown already; callbacks may make others on the side"
+        source,depth = self.places.get(trainer._training, (None, None))
+        return depth == trainer._side_runs and source is not trainer._source
 
     def is_shown(self, trainer):
         "Whether to watch what happens now; from the batch on, the pass is to end"
         number = getattr(trainer, 'batch_num', None)
         if trainer._training is None or number is None: return True
+        if self._is_further(trainer): return False
         if number == self.batch and trainer._training not in self.seen: self._come(trainer)
         return number >= self.batch
 
@@ -206,6 +214,7 @@ class Chosen:
         n = trainer.n_batches
         is_last = n is not None and self.batch+1 >= n
         self.seen[trainer._training] = n,not is_last
+        self.places[trainer._training] = trainer._source,trainer._side_runs
         if not is_last: trainer._source.over = True
 
     def after_epoch(self, trainer):

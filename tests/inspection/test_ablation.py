@@ -397,3 +397,24 @@ def test_rows_of_validation_are_no_nan_in_what_an_ablation_shows():
     ]
     assert len(rows) == 1 and "nan" not in rows[0]["with"] + rows[0]["without"]
     assert float(rows[0]["apart"]) > 0
+
+
+class PhasesTrainer(Trainer):
+    "Two training passes in each epoch"
+
+    def one_epoch(self, training):
+        for self.phase in ("wake", "sleep") if training else ("wake",):
+            super().one_epoch(training)
+
+
+class SleepCB:
+    def after_get_loss(self, trainer):
+        if trainer.phase == "sleep":
+            trainer.loss = trainer.loss * 0.5
+
+
+@pytest.mark.parametrize("n, differs", [(2, False), (3, False), (4, True), (6, True), (7, True), (9, True)])
+def test_an_epoch_of_several_training_passes_is_compared_as_far_as_the_batches_go(n, differs):
+    found = small_trainer(SleepCB(), cls=PhasesTrainer).ablate("SleepCB", n)
+    assert bool(found.first) == differs and found.n_batches == n
+    assert not differs or "`loss`" in str(found)

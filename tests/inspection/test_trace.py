@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import runs
-from isaac_loop import Trainer
+from isaac_loop import CancelBatchException, Trainer, with_cbs
 from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, ClipGradCB, EMACB, MetricsCB, NBatchCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import compare
@@ -136,6 +136,39 @@ def test_a_trace_in_the_middle_of_a_fit_changes_nothing_of_it():
         runs.fit(runs.make_trainer([BasicTrainCB(), MetricsCB(), IdleCB()]), 2),
         runs.fit(runs.make_trainer([BasicTrainCB(), MetricsCB(), TraceCB()]), 2),
     )
+
+
+class PhasesTrainer(Trainer):
+    "Two training passes in each epoch"
+
+    def one_epoch(self, training):
+        for self.phase in ("wake", "sleep") if training else ("wake",):
+            super().one_epoch(training)
+
+
+def linear(cls):
+    batches = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
+    return cls(DataLoaders(batches), F.cross_entropy, optim.SGD, nn.Linear(8, 3), [BasicTrainCB()])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_of_several_passes_in_an_epoch_only_one_batch_is_shown(batch):
+    steps = linear(PhasesTrainer).trace(batch=batch).steps
+    assert [step.event for step in steps if step.event in ("predict", "step")] == ["predict", "step"]
+
+
+class TwoStepsTrainer(Trainer):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "step")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_trace_asks_for_no_number_of_updates_that_it_would_have_to_keep_to():
+    assert linear(TwoStepsTrainer).trace(batch=2).steps
 
 
 # Two trainers
