@@ -164,7 +164,7 @@ _OWN = { # By event before which it is shown: methods of the loop, and what each
     'before_predict': [('one_batch', 'One batch')],
 }
 
-def _own_loops(trainer, event):
+def _own_loops(trainer, event, optimizers):
     "The entries of a `fit`, a `one_epoch` or a `one_batch` of one's own"
     found = []
     for name,what in _OWN.get(event, ()):
@@ -173,21 +173,22 @@ def _own_loops(trainer, event):
         if f is inspect.unwrap(getattr(Trainer, name)): continue
         owner = TrainersOwn(type(trainer))
         told = place(method),f'{what}, in a way of its own'
-        found.append(Entry(event, owner, Reader(trainer, owner).read(f), *told, loop=name.strip('_')))
+        effects = Reader(trainer, owner, optimizers).read(f)
+        found.append(Entry(event, owner, effects, *told, loop=name.strip('_')))
     return found
 
 def all_entries(
     trainer, # Is only looked at
 )->list: # One `Entry` for each callback at each event, in the order in which they run
     "What everybody does to the trainer"
-    handlers,effects = _handlers(trainer),{}
+    handlers,effects,optimizers = _handlers(trainer),{},{}
     callbacks = {id(cb): cb for cb,_ in chain.from_iterable(handlers.values())}
     for key,cb in callbacks.items():
         mine = {event: h for event,pairs in handlers.items() for other,h in pairs if other is cb}
-        effects[key] = handler_effects(trainer, cb, mine)
+        effects[key] = handler_effects(trainer, cb, mine, optimizers)
     entries = []
     for event in _in_order(handlers):
-        entries += _own_loops(trainer, event)
+        entries += _own_loops(trainer, event, optimizers)
         if event in _LOOP: entries.append(loops_entry(event))
         entries += [_entry(event, cb, h, effects[id(cb)][event]) for cb,h in handlers[event]]
     return entries

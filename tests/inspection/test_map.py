@@ -937,3 +937,98 @@ def test_what_a_trainers_own_methods_do_is_seen():
     map = trainer.map("batch_num", observe=True)
     assert map.observed == ["`MadeUpNames.after_batch` reads batch_num"]
     assert ("after_batch", "MadeUpNames") in [(o["event"], o["callback"]) for o in map.table().rows]
+
+
+class OwnAdam:
+    def before_fit(self, trainer):
+        self.adam = optim.Adam(trainer.model.parameters(), 0.1)
+
+    def after_backward(self, trainer):
+        self.adam.step()
+
+
+class GivenOptimizers:
+    def __init__(self, opts):
+        self.opts = opts
+
+    def after_backward(self, trainer):
+        for opt in self.opts.values():
+            opt.step()
+
+
+class SetsAdam:
+    def before_fit(self, trainer):
+        trainer.adam = trainer.opt_func(trainer.model.parameters(), trainer.lr)
+
+
+class StepsAdam:
+    def after_backward(self, trainer):
+        trainer.adam.step()
+
+
+class Jumps:
+    def after_backward(self, trainer):
+        nn.utils.vector_to_parameters(torch.zeros(8), trainer.model.parameters())
+
+
+class TwoNames(Trainer):
+    def before_fit(self):
+        self.d_opt = optimizer_for(self.model)
+        self.both = {"g": optim.SGD(self.model.parameters(), self.lr)}
+
+    def before_step(self):
+        self.d_opt.step()
+
+    def after_backward(self):
+        self.both["g"].step()
+
+
+def optimizer_for(model):
+    "Of a class that the source does not tell"
+    return model.best_optimizer
+
+
+WHO = {
+    "made by a callback": (Trainer, lambda model: [OwnAdam()], ["OwnAdam"]),
+    "given to a callback": (
+        Trainer,
+        lambda model: [GivenOptimizers({"all": optim.SGD(model.parameters(), 0.1)})],
+        ["GivenOptimizers"],
+    ),
+    "of the trainer": (Trainer, lambda model: [SetsAdam(), StepsAdam()], ["StepsAdam"]),
+    "by its name, and in a dict": (TwoNames, lambda model: [], ["TwoNames", "TwoNames"]),
+    "by a vector": (Trainer, lambda model: [Jumps()], ["Jumps"]),
+}
+
+
+@pytest.mark.parametrize("case", WHO)
+def test_who_changes_weights_is_known_whatever_the_optimizer_is_called(case):
+    cls, others, who = WHO[case]
+    model = nn.Linear(3, 2)
+    dls = DataLoaders([(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))])
+    trainer = cls(dls, F.cross_entropy, optim.SGD, model, [BasicTrainCB(), *others(model)])
+    rows = [o for o in trainer.who_writes("model").rows if o["event"] in ("before_step", "after_backward")]
+    assert [o["callback"] for o in rows] == who
+    assert all("changes weights" in o["does"] for o in rows)
+
+
+class Critic:
+    "Trains a model of its own"
+
+    def before_fit(self, trainer):
+        self.critic = nn.Linear(3, 1)
+        self.adam = optim.Adam(self.critic.parameters(), 0.1)
+        trainer.head = nn.Linear(3, 1)
+        trainer.opt_head = optim.Adam(trainer.head.parameters(), 0.1)
+
+    def after_backward(self, trainer):
+        self.adam.step()
+        trainer.opt_head.step()
+
+
+def test_an_optimizer_of_other_weights_is_not_said_to_change_those_of_the_model():
+    trainer = images_trainer([BasicTrainCB(), Critic()])
+    assert "Critic" not in [o["callback"] for o in trainer.who_writes("model").rows]
+    assert ("Critic", "after_backward") in [
+        (o["callback"], o["event"]) for o in trainer.who_writes("head").rows
+    ]

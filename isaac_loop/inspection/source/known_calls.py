@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source/20_known_calls.ipynb #4a745930
 import ast
+from functools import lru_cache
 from types import ModuleType
 
 # %% ../../../nbs/inspection/source/20_known_calls.ipynb #0710547f
@@ -15,12 +16,24 @@ def shared(
 )->str: # An attribute of the trainer, or 'gradients'
     "What of the trainer a value belongs to"
     if 'grad' in path: return 'gradients'
+    if path[0] == BY_CLASS: return path[1] if 'params' in path else BY_CLASS # It may be a callback's own
     if is_optimizer(path) and 'params' in path: return 'model'
     return path[0]
 
 def is_optimizer(path, live=None):
-    "Whether a path begins with an optimizer"
-    return path[:1] != () and (path[0] == 'opt' or path[0].startswith('opt_') and path[0] != 'opt_func')
+    "Whether a path begins with something that is called an optimizer"
+    return path[:1] != () and _is_called_optimizer(path[0])
+
+@lru_cache(4096)
+def _is_called_optimizer(name):
+    ends = name.endswith(('_opt', '_optim', '_optimizer')) or name in ('opt', 'optim', 'optimizer')
+    return name != 'opt_func' and (ends or name.startswith('opt_'))
+
+BY_CLASS = '_moves' # Begins the path of what is one by its class, and then comes whose weights it moves
+
+def moved_by(paths):
+    "Whose weights an optimizer moves, where that is known: 'model', or another attribute of the trainer"
+    return {path[1] for path in paths if path[:1] == (BY_CLASS,)}
 
 def longer(
     path:tuple, # Of a value
@@ -75,9 +88,11 @@ def changed(
     "What a call changes in place, as far as its name tells"
     given = [path for paths in args for path in paths]
     if name in _GRADIENTS or name.startswith('clip_grad'): return {'gradients'}
-    steps = name == 'step' and any(is_optimizer(path) and 'made' not in path for path in (*on, *given))
-    if steps: return {'opt', 'model'} | {path[0] for path in (*on, *given) if is_optimizer(path)}
-    if name == 'step': return {shared(path) for path in on if path}
+    if name == 'vector_to_parameters': return {shared(path) for path in (args or [()])[-1] if path}
+    reached,moved = [*on, *given],moved_by((*on, *given))
+    steps = name == 'step' and any(is_optimizer(path) and 'made' not in path for path in reached)
+    if steps: return (moved or {'model'}) | {path[0] for path in reached if is_optimizer(path)}
+    if name == 'step': return moved | {shared(path) for path in on if path}
     found = {shared(path) for path in on if _by_name(name, path)}
     if ends_in_place(name) and not on and args and not is_method:
         found |= {shared(path) for path in args[0] if path}

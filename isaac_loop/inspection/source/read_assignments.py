@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/source/45_read_assignments.ipynb #766c193e
 import ast
 
-from .known_calls import COMPUTED, FACTS, held_in, longer, of_gradients
+from .known_calls import BY_CLASS, COMPUTED, FACTS, held_in, longer, of_gradients
 from .known_calls import of_weights, shared
 from .read_branches import Branches
 from .read_statements import part_of
@@ -99,9 +99,10 @@ class SetParts(Averages):
     "Follows what gives an object another attribute or entry"
     def _set(self, owner, name, value, node):
         "`owner.name = value`"
-        if owner.is_trainer: self.note('writes', name, node)
+        if owner.is_trainer: self._set_of_trainer(name, value, node)
         for path in owner.paths - {()}:
-            self.note('changes', shared(longer(path, name)), node, part_of_model(name))
+            what = shared(longer(path, name))
+            self.note('changes', what, node, part_of_model(name) if what == 'model' else '')
             if name == 'grad': self.do(of_gradients(longer(path, name), value.live is None), node)
             if name == 'training': self.do('trains', node)
         if self.kept_by(owner) is not None: self.keep(self.kept_by(owner), name, value)
@@ -109,6 +110,12 @@ class SetParts(Averages):
             self.do(f'makes self.{name}', node)
             if self.graphs and value.has_graph: self.do('begins graph', node)
             for what in held_in(value.paths): self.do(f'holds self.{name} {what}', node)
+
+    def _set_of_trainer(self, name, value, node):
+        "`trainer.name = value`, which may be an optimizer"
+        self.note('writes', name, node)
+        made = {path for path in value.paths if path[:1] == (BY_CLASS,)}
+        if made: self.optimizers.setdefault(name, set()).update(made)
 
     def _set_entry(self, target):
         "`owner[key] = ...`"

@@ -9,8 +9,10 @@ __all__ = []
 import ast, functools, inspect, textwrap
 from types import ModuleType
 
+from torch.optim import Optimizer
+
 from .known_calls import COMPUTED, COPIES, FILLING, PARTS, PASSED, changed
-from .known_calls import deeds, is_optimizer, longer, of_weights
+from .known_calls import BY_CLASS, deeds, is_optimizer, longer, moved_by, of_weights, shared
 from .method_source import to_follow
 from .read_assignments import part_of_model
 from .read_expressions import Attributes
@@ -65,7 +67,7 @@ def _on_its_place(value):
 
 def _named(node): return textwrap.shorten(ast.unparse(node.func), 40, placeholder=' ...')
 
-def _updates(path): return is_optimizer(path) and 'made' not in path
+def _updates(path): return is_optimizer(path) and 'made' not in path or 'model' in moved_by([path])
 
 class KnownCalls(Attributes):
     "Calls whose names tell what they do"
@@ -115,7 +117,8 @@ class KnownCalls(Attributes):
         if name == 'copy': return self._shallow(call.args[0] if call.args else owner)
         if name == 'cpu' and self._is_on_cpu() and _on_its_place(owner): return Value(owner.paths)
         if name in ('items', 'values') and isinstance(owner.live, dict):
-            return existing(tuple(getattr(owner.live, name)()))
+            moves = {path for path in owner.paths if path[:1] == (BY_CLASS,)}
+            return Value(moves) if moves else existing(tuple(getattr(owner.live, name)()))
         if name in PARTS: return Value({longer(path, name) for path in owner.paths if path})
         if name in COMPUTED and owner.has_graph: return Value(graph=self.graphs)
         return self._from_optimizers(call.given)
@@ -147,6 +150,11 @@ class KnownCalls(Attributes):
         if any(True for _ in buffers()): self.note('changes', 'model', node, 'buffers')
 
 # %% ../../../nbs/inspection/source/60_read_calls.ipynb #4310f507
+def _of_optimizer(call):
+    "The paths of an optimizer that is made: whose weights it is given"
+    given = call.args[0] if call.args else call.named.get('params', NOTHING)
+    return {(BY_CLASS, shared(path)) for path in given.paths if path}
+
 class NewObjects(KnownCalls):
     "Calls of classes"
     def make(self, call):
@@ -154,14 +162,15 @@ class NewObjects(KnownCalls):
         cls = call.f.live
         if cls is functools.partial and call.args: return self._make_partial(call)
         init = inspect.getattr_static(cls, '__init__', None)
+        paths = _of_optimizer(call) if issubclass(cls, Optimizer) else ()
         if to_follow(init, self.home):
-            made = Value(live=self.made.setdefault((cls, id(call.node)), Made(cls)))
+            made = Value(paths, self.made.setdefault((cls, id(call.node)), Made(cls)))
             self.follow(init, [made, *call.args], call.named)
             return made
         for path in joined(call.given).paths:
             if len(path) == 1 and is_optimizer(path): self.note('changes', path[0], call.node) # A scheduler
         if cls.__name__ in PASSED: return self._result(call)
-        return self._from_optimizers(call.given)
+        return Value(paths) if paths else self._from_optimizers(call.given)
 
     def _make_partial(self, call):
         "A function with some of its arguments"

@@ -9,8 +9,11 @@ __all__ = []
 import ast, inspect
 from types import FunctionType, MethodType
 
+from torch import nn
+from torch.optim import Optimizer
+
 from ...basics.source_code import negated
-from .known_calls import FACTS, longer, shared
+from .known_calls import BY_CLASS, FACTS, longer, shared
 from .method_source import to_follow
 from .read_assignments import Assignments
 from .read_statements import either, part_of
@@ -18,6 +21,8 @@ from .read_values import Choice, Made, NOTHING, UNKNOWN, VARS
 from .read_values import Value, joined, looked_up, method_for
 
 # %% ../../../nbs/inspection/source/50_read_expressions.ipynb #1e512247
+MAY_HOLD = Optimizer,dict,list,tuple # What optimizers may be in
+
 class Expressions(Assignments):
     "Says what an expression stands for, and notes what of the trainer it reads"
     def value(self, node):
@@ -35,7 +40,8 @@ class Expressions(Assignments):
     def of_Name(self, node):
         if node.id in self.names: return self.names[node.id]
         live = self.around.get(node.id, UNKNOWN)
-        return Value([()], live) if live is self.trainer else Value(live=live)
+        if live is self.trainer: return Value([()], live)
+        return Value(self._of_optimizers(live) if isinstance(live, MAY_HOLD) else (), live)
 
     def of_Tuple(self, node):
         parts = [self.value(o) for o in node.elts]
@@ -93,6 +99,12 @@ class Expressions(Assignments):
     of_SetComp = of_GeneratorExp = of_DictComp = of_ListComp
 
 # %% ../../../nbs/inspection/source/50_read_expressions.ipynb #45453c1a
+def _optimizers_in(live):
+    "What an object has of optimizers: itself, or entries of a list or a dict"
+    if isinstance(live, Optimizer): return [live]
+    held = live.values() if type(live) is dict else live if type(live) in (list, tuple) else ()
+    return [o for o in held if isinstance(o, Optimizer)] if 0 < len(held) < 20 else []
+
 class Attributes(Expressions):
     "Says what attributes and entries stand for"
     def of_Attribute(self, node):
@@ -109,6 +121,7 @@ class Attributes(Expressions):
         paths = {longer(path, name) for path in paths if name not in FACTS}
         if any(shared(path) == 'gradients' for path in paths): self.note('reads', 'gradients', node)
         live = looked_up(owner.live, name) if owner.live is not UNKNOWN else UNKNOWN
+        if isinstance(live, MAY_HOLD): paths |= self._of_optimizers(live)
         if isinstance(live, property):
             made = self._of_property(live, owner)
             return made | Value(paths) if paths else made
@@ -131,7 +144,17 @@ class Attributes(Expressions):
         if needed and not here and not self.guards & {name, '*'}: self.found.needs.add(name)
         if isinstance(there, property): return self._of_property(there, Value([()], self.trainer))
         live = vars(self.trainer).get(name, UNKNOWN)
-        return Value([(name,)], UNKNOWN if live is None and name[0] != '_' else live)
+        paths = {(name,), *self.optimizers.get(name, ())} if self.optimizers else {(name,)}
+        if isinstance(live, MAY_HOLD): paths |= self._of_optimizers(live)
+        return Value(paths, UNKNOWN if live is None and name[0] != '_' else live)
+
+    def _of_optimizers(self, live):
+        "For an optimizer that is there, alone or among several: paths that say whose weights it moves"
+        opts = _optimizers_in(live)
+        if not opts: return set()
+        moved = {id(p) for opt in opts for group in opt.param_groups for p in group['params']}
+        held = {name: o for name,o in vars(self.trainer).items() if isinstance(o, nn.Module)}
+        return {(BY_CLASS, name) for name,m in held.items() if any(id(p) in moved for p in m.parameters())}
 
     def of_Subscript(self, node):
         owner,key = self.value(node.value),self.value(node.slice)

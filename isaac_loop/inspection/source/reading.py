@@ -214,8 +214,10 @@ class Reader(Builtins):
     def __init__(self,
         trainer, # Whose attributes are spoken of
         callback, # Whose methods are read
+        optimizers:dict=None, # By attribute of the trainer that is one: whose weights it moves; gets more
     ):
         self.trainer,self.callback = trainer,callback
+        self.optimizers = {} if optimizers is None else optimizers
         self.home = (type(callback).__module__ or '').partition('.')[0]
         self.is_alone = type(vars(trainer).get('ranks')) is Ranks and here()[1] == 1
         self.kept,self.made = {},{} # What the callback keeps, by attribute; objects that it makes
@@ -342,9 +344,10 @@ def handler_effects(
     trainer, # Whose attributes are spoken of
     callback, # Has the handlers
     handlers:dict, # By event
+    optimizers:dict=None, # Of the trainer, as for `Reader`
 )->dict: # For each event what is `Found`
     "What the handlers of one callback may do"
-    reader,found,used = Reader(trainer, callback),{},{}
+    reader,found,used = Reader(trainer, callback, optimizers),{},{}
     for _ in range(4):
         for event,handler in handlers.items():
             if event in used and not _is_more_known(used[event]): continue
