@@ -62,6 +62,7 @@ def _rounds(trainer, kinds, partial):
         w = Writing(trainer, passes, facts, partial, i, seen)
         for cb in trainer.callbacks: _leave_out(w, cb)
         head,body = w.fit()
+        for name in w.names.new_ones: w.note('given name', name)
         if w.found == facts: return w,head,body
         facts = frozenset(w.found)
     raise RuntimeError(_NO_END.format(i+1))
@@ -251,7 +252,7 @@ def _check_text(text, partial):
     ast.parse(text)
     if partial: return # What is not written may have set a variable
     table = symtable.symtable(text, 'script', 'exec')
-    here = {o.get_name() for o in table.get_symbols()}
+    here = {o.get_name() for o in table.get_symbols() if o.is_assigned() or o.is_imported()}
     for scope in _scopes(table):
         for symbol in scope.get_symbols():
             name = symbol.get_name()

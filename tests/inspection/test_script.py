@@ -1826,7 +1826,7 @@ class WarmsUpBatch:
     def before_batch(self, trainer):
         if trainer.epoch > 0:
             trainer.run_callbacks("predict")
-            self.known = trainer.preds.mean().detach()
+            self.known = trainer.preds.mean().detach() + len(trainer.batch)
 
     def after_get_loss(self, trainer):
         if trainer.epoch > 0:
@@ -1981,3 +1981,73 @@ class UsesUp:
 )
 def test_what_is_asked_twice_is_asked_twice_in_the_script(kinds, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), *(kind() for kind in kinds)]), monkeypatch)
+
+
+# Names that several have
+
+
+def weighed(share):
+    def after_backward(trainer):
+        for p in trainer.model.parameters():
+            p.grad.mul_(share)
+
+    return after_backward
+
+
+class Penalty:
+    "A local variable with the name of a constant of others"
+
+    def after_get_loss(self, trainer):
+        share = min(1, 0.1 * (trainer.epoch + 1))
+        trainer.loss = trainer.loss + share * trainer.preds.square().mean()
+
+
+factor, lr = 3.0, 7.0
+
+
+def scaled(x, factor=factor):
+    return x * factor
+
+
+def scaled_within(x):
+    scales = [lambda y, i=i: y * i for i in (2.0, 3.0)]
+    return scales[0](x) + scales[1](x)
+
+
+class ScalesByDefault:
+    "A function with a default called as its argument"
+
+    def after_get_loss(self, trainer):
+        trainer.loss = scaled(trainer.loss) + scaled_within(trainer.loss)
+
+
+class ScalesByLambda:
+    "A default called as an argument of the script"
+
+    def __init__(self):
+        self.f = lambda x, lr=lr: x * lr
+
+    def after_get_loss(self, trainer):
+        trainer.loss = self.f(trainer.loss)
+
+
+SAME_NAMES = {
+    "a constant and a local variable": lambda: [Penalty(), weighed(0.5)],
+    "a default and its argument": lambda: [ScalesByDefault()],
+    "a default and an argument of the script": lambda: [ScalesByLambda()],
+}
+
+
+@pytest.mark.parametrize("name", SAME_NAMES)
+def test_names_of_several_stay_apart(name, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), *SAME_NAMES[name]()]), monkeypatch)
+
+
+def by_default(trainer, factor=factor):
+    trainer.loss = trainer.loss * factor
+
+
+def test_a_default_called_as_a_variable_of_the_method_is_refused():
+    by_default.__name__ = "after_get_loss"
+    with pytest.raises(ValueError, match="the default `factor` is called as a variable of its"):
+        make_trainer([BasicTrainCB(), by_default]).to_script()

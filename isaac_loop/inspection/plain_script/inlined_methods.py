@@ -205,6 +205,8 @@ class InlineMethods(InlineStatements):
     def helper(self, f, owner, trainer_at=None): return helper(self.w, f, owner, self.expand, trainer_at)
 
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #4d5eb986
+_ITS_NAME = 'the default `{}` is called as a variable of its', 'Give the argument another name'
+
 def statements_of(
     writing:Writing, # The script
     method:Method, # What is to be written
@@ -239,9 +241,16 @@ def _in_contexts(inline, method, block):
         block = [ast.With([ast.withitem(inline.visit(context))], block or [ast.Pass()])]
     return block
 
+def _check_defaults(inline, arguments):
+    "Refuse a default that is called as a variable of the method"
+    for default in filter(None, [*arguments.defaults, *arguments.kw_defaults]):
+        both = sorted(loaded_names(default) & inline.bound)
+        if both: raise NotWritten(_ITS_NAME[0].format(both[0]), _ITS_NAME[1])
+
 def _defaults(inline, method):
     "Arguments beside the trainer have their defaults"
     arguments = method.tree.args
+    _check_defaults(inline, arguments)
     pairs = list(zip(reversed(method.further), reversed(arguments.defaults)))
     pairs += [(o.arg, default) for o,default in zip(arguments.kwonlyargs, arguments.kw_defaults)]
     without = len(pairs) < len(method.further) or any(default is None for _,default in pairs)
@@ -317,6 +326,7 @@ def helper(
     for kind in (arguments.posonlyargs, arguments.args): kind[:] = [o for o in kind if o.arg not in gone]
     inline = InlineMethods(writing, method, expand)
     writing.arguments[name] = inline.renamed
+    _check_defaults(inline, arguments)
     arguments = inline.visit(arguments)
     block = _rewritten(inline, method.tree.body)
     out = leaves(block, 'fit', 'epoch', 'batch', 'step')

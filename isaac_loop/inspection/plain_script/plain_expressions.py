@@ -75,7 +75,7 @@ class Inline(ast.NodeTransformer):
         self.trainers = {method.trainer_name, method.self_name if self.is_own_trainer else None} - {None}
         self.self_name = None if self.is_own_trainer else method.self_name
         bound = self.bound = bound_names(method.tree) - self.trainers - {self.self_name}
-        taken = writing.own_names | writing.names.taken
+        taken = writing.own_names | writing.names.taken | writing.given_names
         self.renamed = {name: _other(name, bound | taken) for name in sorted(bound & taken)}
         self.dirty = changes_batch(method.tree, self.trainers)
 

@@ -68,6 +68,7 @@ class Writing:
         kept = [fact[1] for fact in facts if fact[0] == 'name']
         self.names = Names([*CORE, *parts])
         self.own_names = {*CORE, *parts, *kept} # Which no local variable of a method may have
+        self.given_names = {fact[1] for fact in facts if fact[0] == 'given name'} # Nor these, in the end
         self.sources = Sources(self.names, self.may_write)
         self.training,self.event_now = None,None
         self.model,self.evaluated = 'model',None

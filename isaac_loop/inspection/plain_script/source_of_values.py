@@ -22,6 +22,7 @@ class Names:
         taken=(), # Names that nobody gets
     ):
         self.taken,self.given = {*taken, *dir(builtins), *_KEYWORDS},{}
+        self.new_ones = set() # Those that have been given
 
     def new(self,
         *wishes:str, # Names in the order of preference
@@ -31,6 +32,7 @@ class Names:
         numbered = (f'{wishes[0]}_{i}' for i in range(2, 10_000))
         name = next(o for o in (*wishes, *numbered) if o not in self.taken)
         self.taken.add(name)
+        self.new_ones.add(name)
         return name
 
     def of(self,
@@ -78,7 +80,9 @@ def bound_names(
     tree:ast.AST, # Of a function, or of anything within
 )->set:
     "Names that `tree` gives a value, in whatever scope"
-    nodes = list(ast.walk(tree))
+    return _bound_by(list(ast.walk(tree)))
+
+def _bound_by(nodes):
     found = {o.id for o in nodes if isinstance(o, ast.Name) and not isinstance(o.ctx, ast.Load)}
     found |= {o.arg for o in nodes if isinstance(o, ast.arg)}
     found |= {o.name for o in nodes if isinstance(o, (ast.FunctionDef, ast.ClassDef))}
@@ -217,6 +221,7 @@ def _define(self:Sources, name, f):
 @patch
 def _with_outside(self:Sources, tree, f, name):
     "The source, when all that `f` needs has been brought"
+    self._write_defaults(tree, f, name)
     renamed,own = {},bound_names(tree)
     for wanted in sorted(loaded_names(tree)-own):
         try: value = value_of(wanted, f)
@@ -224,9 +229,32 @@ def _with_outside(self:Sources, tree, f, name):
             raise NoSource(f'`{name}` uses `{wanted}`, which cannot be found') from None
         try: renamed[wanted] = self.bring(wanted, value)
         except NoSource as e: raise NoSource(f'`{name}` uses `{wanted}`: {e}') from None
+        if renamed[wanted] in own - {wanted}: raise NoSource(f'`{name}` has a variable `{renamed[wanted]}`')
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in renamed: node.id = renamed[node.id]
     return ast.unparse(tree) if not isinstance(tree, ast.Lambda) else f'({ast.unparse(tree)})'
+
+@patch
+def _write_defaults(self:Sources, tree, f, name):
+    "Let defaults that are called as a variable of the function, as in `k=k`, say their value"
+    functions = [o for o in ast.walk(tree) if isinstance(o, (ast.FunctionDef, ast.Lambda))]
+    for inner in functions:
+        inside = {id(o) for o in ast.walk(inner)}
+        known = _bound_by([o for o in ast.walk(tree) if id(o) not in inside])
+        if inner is tree or not _called_within(inner, known): continue
+        raise NoSource(f'`{name}` has a default called as a variable of its own')
+    if tree not in functions: return
+    function,arguments = inspect.unwrap(f),tree.args
+    by_name = [(function.__kwdefaults__ or {}).get(o.arg) for o in arguments.kwonlyargs]
+    given = (arguments.defaults, function.__defaults__ or ()), (arguments.kw_defaults, by_name)
+    for nodes,values in given:
+        for i,(node,value) in enumerate(zip(nodes, values)):
+            if node in _called_within(tree): nodes[i] = ast.parse(self.of(value), mode='eval').body
+
+def _called_within(function, known=frozenset()):
+    "Defaults of a function that read a name which it binds itself, and which nobody around it has `known`"
+    defaults = filter(None, [*function.args.defaults, *function.args.kw_defaults])
+    return [o for o in defaults if loaded_names(o) & bound_names(function) - known]
 
 @patch
 def function(self:Sources,
