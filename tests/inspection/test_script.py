@@ -15,7 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections import OrderedDict, UserDict, defaultdict
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from itertools import combinations
 
 import pytest
@@ -2051,3 +2051,89 @@ def test_a_default_called_as_a_variable_of_the_method_is_refused():
     by_default.__name__ = "after_get_loss"
     with pytest.raises(ValueError, match="the default `factor` is called as a variable of its"):
         make_trainer([BasicTrainCB(), by_default]).to_script()
+
+
+# Ways out, and errors that are waited for
+
+
+class MatchedPhases:
+    "Leaves by `match`"
+
+    def before_batch(self, trainer):
+        match trainer.epoch % 2:
+            case 0:
+                return
+            case 1:
+                x, y = trainer.batch
+                trainer.batch = 2 * x, y
+
+
+class MatchedCancel:
+    "Cancels in a `match`"
+
+    def before_batch(self, trainer):
+        match trainer.batch_num:
+            case 1:
+                raise CancelBatchException
+
+
+@pytest.mark.parametrize("kind", [MatchedPhases, MatchedCancel])
+def test_a_match_is_refused(kind):
+    with pytest.raises(
+        ValueError, match=f"`{kind.__name__}.before_batch` cannot be written.*it has a `match`"
+    ):
+        make_trainer([BasicTrainCB(), kind()]).to_script()
+
+
+class TriesToRead:
+    "A name in a `try` that nobody reads"
+
+    def before_fit(self, trainer):
+        self.known = {}
+
+    def after_get_loss(self, trainer):
+        try:
+            first = self.known[trainer.batch_num]  # noqa: F841 - It may fail
+            trainer.loss = trainer.loss * 3
+        except KeyError:
+            self.known[trainer.batch_num] = True
+
+
+class TriesToReturn(TriesToRead):
+    "A value that nobody takes"
+
+    def after_get_loss(self, trainer):
+        try:
+            return self.known[trainer.batch_num]
+        except KeyError:
+            self.known[trainer.batch_num] = True
+            trainer.loss = trainer.loss * 3
+
+
+class TriesInHelper(TriesToRead):
+    "The error comes from a function"
+
+    def after_get_loss(self, trainer):
+        try:
+            self.look(trainer, 0)
+            trainer.loss = trainer.loss * 3
+        except KeyError:
+            self.known[trainer.batch_num] = True
+
+    def look(self, trainer, add):
+        first = self.known[trainer.batch_num + add]  # noqa: F841 - It may fail
+
+
+class SuppressesError(TriesToRead):
+    "A context ends the error"
+
+    def after_get_loss(self, trainer):
+        with suppress(KeyError):
+            first = self.known[trainer.batch_num]  # noqa: F841 - It may fail
+            trainer.loss = trainer.loss * 3
+        self.known[trainer.batch_num] = True
+
+
+@pytest.mark.parametrize("kind", [TriesToRead, TriesToReturn, TriesInHelper, SuppressesError])
+def test_what_may_fail_stays_where_an_error_is_waited_for(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)

@@ -14,7 +14,7 @@ from isaac_loop.inspection.plain_script.callback_source import Method, own_metho
 from isaac_loop.inspection.plain_script.plain_expressions import InlineCalls, expression, name_of
 from isaac_loop.inspection.plain_script.plain_expressions import trainer_names
 from isaac_loop.inspection.plain_script.plain_lines import Known, Leave, NotFlat, Simpler, coming_from
-from isaac_loop.inspection.plain_script.plain_lines import is_pure, leaves
+from isaac_loop.inspection.plain_script.plain_lines import cannot_fail, catches, is_pure, leaves
 from isaac_loop.inspection.plain_script.plain_lines import within, without_exits
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing, snake
 from isaac_loop.inspection.plain_script.source_of_values import bound_names, changed_outside
@@ -115,6 +115,7 @@ class InlineStatements(InlineCalls):
         if changed: raise NotWritten(_AROUND[0].format(changed[0]), _AROUND[1])
         return ast.Nonlocal([self.renamed.get(name, name) for name in node.names])
 
+    def visit_Match(self, node): raise NotWritten('it has a `match`', 'Write it with `if` and `elif`')
     def visit_ClassDef(self, node): raise NotWritten('it defines a class')
     def visit_Yield(self, node): raise NotWritten('it is a generator')
     visit_YieldFrom = visit_Await = visit_Yield
@@ -260,18 +261,19 @@ def _defaults(inline, method):
 
 def _without_results(block):
     "A value that a method returns goes nowhere; what its computation does stays"
+    does_nothing = cannot_fail if any(map(catches, within(block))) else is_pure
     for node in [*within(block)]:
         for name in ('body', 'orelse', 'finalbody'):
             inner = getattr(node, name, None)
             if isinstance(inner, list) and not isinstance(node, ast.FunctionDef):
-                setattr(node, name, _split_returns(inner))
-    return _split_returns(block)
+                setattr(node, name, _split_returns(inner, does_nothing))
+    return _split_returns(block, does_nothing)
 
-def _split_returns(block):
+def _split_returns(block, does_nothing):
     found = []
     for node in block:
         if isinstance(node, ast.Return) and node.value is not None:
-            if not is_pure(node.value): found.append(ast.Expr(node.value))
+            if not does_nothing(node.value): found.append(ast.Expr(node.value))
             node = ast.Return(None)
         found.append(node)
     return found

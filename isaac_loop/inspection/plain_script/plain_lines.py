@@ -138,7 +138,7 @@ def without_unused(
         inner = [name for node in block for name in ast.walk(node) if isinstance(name, ast.Name)]
         names = [o for o in inner if id(o) not in own]
         used = {o.id for o in names if not isinstance(o.ctx, ast.Store)} | _in_place(block)
-        kept = _kept(block, used)
+        kept = _kept(block, used, False, any(catches(inner) for node in block for inner in ast.walk(node)))
         if kept is None: return block
         block = kept
 
@@ -155,23 +155,43 @@ def _in_place(block):
 
 def _is_number(node): return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
-def _kept(block, used):
+def catches(
+    node:ast.stmt, # Any
+)->bool:
+    "Whether a statement may end an error, so that it is seen whether there is one"
+    if isinstance(node, ast.With):
+        return not all(ast.unparse(o.context_expr).startswith('torch.') for o in node.items)
+    return bool(getattr(node, 'handlers', None))
+
+def cannot_fail(
+    value:ast.expr, # Any
+)->bool:
+    "Whether an expression is no more than names and constants"
+    if isinstance(value, (ast.Tuple, ast.List)): return all(map(cannot_fail, value.elts))
+    return isinstance(value, (ast.Constant, ast.Name))
+
+def _kept(block, used, caught, in_functions):
     "`block` without assignments to names that are not `used`; None if there are none"
     changed,found = False,[]
+    does_nothing = cannot_fail if caught else is_pure
     for node in block:
         target = only_target(node)
         if target is not None and target not in used:
             changed = True
-            if not is_pure(node.value): found.append(_like(node, ast.Expr(node.value)))
+            if not does_nothing(node.value): found.append(_like(node, ast.Expr(node.value)))
             continue
         found += [node]
         for name in _BLOCKS:
-            inner = _kept(getattr(node, name, []), used)
+            is_function = in_functions and isinstance(node, ast.FunctionDef)
+            inside = caught or is_function or name == 'body' and catches(node)
+            inner = _kept(getattr(node, name, []), used, inside, in_functions)
             if inner is None: continue
             changed = True
             setattr(node, name, inner)
-        if isinstance(node, ast.If) and not node.body: found[-1:] = choice(node, [], node.orelse)
-        elif isinstance(node, (ast.For, ast.With, ast.While, ast.FunctionDef)) and not node.body:
+        is_empty = isinstance(node, ast.If) and not node.body
+        if is_empty and (node.orelse or does_nothing(node.test)): found[-1:] = choice(node, [], node.orelse)
+        elif is_empty: found[-1:] = [_like(node, ast.Expr(node.test))]
+        elif isinstance(node, (ast.For, ast.With, ast.While, ast.FunctionDef, ast.Try)) and not node.body:
             node.body = [_like(node, ast.Pass())]
     return found if changed else None
 
