@@ -163,6 +163,8 @@ def _fit_returns(block, w):
 _NO_SPAN = '`{origin}` leaves a `{span}` where none is open, so the trainer itself would end in an error.'
 
 # %% ../../nbs/inspection/89_script.ipynb #7e84fa6b
+_ARGUMENTS = 'model, train_dl, valid_dl, loss_func, opt_func, n_epochs, lr'
+
 def _finished(w, head, body):
     "The body of `train`"
     safe = address_of_torch(w.trainer.loss_func)
@@ -178,7 +180,8 @@ def _finished(w, head, body):
     free = {name for node in ast.walk(function) if isinstance(node, ast.Nonlocal) for name in node.names}
     outside = [node for node in within(function.body) if not isinstance(node, ast.FunctionDef)]
     bound = {name.id for node in outside for name in _own_names(node)}
-    first = [node for name in sorted(free-bound) for node in lines(f'{name} = None', 'Trainer.fit')]
+    given = {*_ARGUMENTS.split(', '), *w.needs}
+    first = [node for name in sorted(free-bound-given) for node in lines(f'{name} = None', 'Trainer.fit')]
     return first + function.body
 
 _ASKED = ('`{split}` takes the batches apart, and the trainer calls it once for each batch. A callback may '
@@ -226,8 +229,7 @@ def _imports(w):
 def _text(w, block):
     "The whole file"
     given = ''.join(f', {name}' for name in w.needs)
-    usual = 'model, train_dl, valid_dl, loss_func, opt_func, n_epochs, lr'
-    signature = f'def train({usual}{", *" if given else ""}{given}):'
+    signature = f'def train({_ARGUMENTS}{", *" if given else ""}{given}):'
     rows = w.knows('rows') or w.knows('history')
     doc = f'    "Train `model`{"; returns one dict for each epoch" if rows else ""}"'
     body = printed(block, 4)

@@ -2137,3 +2137,38 @@ class SuppressesError(TriesToRead):
 @pytest.mark.parametrize("kind", [TriesToRead, TriesToReturn, TriesInHelper, SuppressesError])
 def test_what_may_fail_stays_where_an_error_is_waited_for(kind, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
+
+
+# Loaders that are exchanged
+
+set_seed(9)
+harder_batches = [(torch.randn(4, 1, 8, 8), torch.randint(2, (4,))) for _ in range(3)]
+
+
+class ExchangesInHelper:
+    "Other batches from the second epoch on, and another rate"
+
+    def log(self, trainer):
+        if trainer.epoch == 0:
+            self.walk_over(trainer, harder_batches)
+
+    def walk_over(self, trainer, dl):
+        trainer.dls.train = dl
+        trainer.lr = trainer.lr / 2
+        for group in trainer.opt.param_groups:
+            group["lr"] = trainer.lr
+
+
+class ExchangesTooLate:
+    "The pass that begins goes on with the old one"
+
+    def before_epoch(self, trainer):
+        if trainer.epoch == 1:
+            trainer.dls.train = harder_batches
+
+
+def test_a_loader_is_exchanged_between_passes_or_not_at_all(monkeypatch):
+    script = both(lambda: make_trainer([BasicTrainCB(), ExchangesInHelper()]), monkeypatch)
+    assert "nonlocal lr, train_dl" in str(script)
+    with pytest.raises(ValueError, match="it sets `trainer.dls.train` where a pass may be under way"):
+        make_trainer([BasicTrainCB(), ExchangesTooLate()]).to_script()

@@ -58,6 +58,9 @@ _NEWS = "{k: v for k, v in row.items() if k not in ('fit', 'epoch')}"
 _EARLIER = ('it reads the history, which has rows of an earlier fit',
             'Write the script of a trainer that has not been fitted')
 _NO_CLASS = 'it asks for its base class', 'Write out what is meant'
+_BETWEEN = 'after_epoch','cleanup_epoch','log','after_fit','cleanup_fit' # When no pass is under way
+_EXCHANGED = ('it sets `trainer.dls.{}` where a pass may be under way, which goes on with what it has',
+              'Set it in `log`')
 _PLAIN_SET = 'Keep what is set in a plain attribute'
 _CANCELLED = 'it asks how a span ended (`trainer.exception`)'
 
@@ -106,10 +109,17 @@ class Inline(ast.NodeTransformer):
         if self.of_it(node.value, 'history'): return self.of_history(node)
         inner = node.value
         if isinstance(inner, ast.Attribute) and self.is_trainer(inner.value):
-            if inner.attr == 'dls' and node.attr in ('train', 'valid'): return name_of(f'{node.attr}_dl')
+            if inner.attr == 'dls' and node.attr in ('train', 'valid'): return self.loader(node)
             other = self.w.trainer._named.get(inner.attr)
             if other is not None: return self.of_owner(other, node)
         return self.generic_visit(node)
+
+    def loader(self, node):
+        "One of the loaders, which may be exchanged when no pass is about to begin or under way"
+        sets = not isinstance(node.ctx, ast.Load)
+        late = sets and self.w.event_now not in _BETWEEN
+        if late: raise NotWritten(_EXCHANGED[0].format(node.attr), _EXCHANGED[1])
+        return name_of(f'{node.attr}_dl', node.ctx)
 
     def check_class(self, node):
         "Refuse to set an attribute of a class, which changes what others read of it"
