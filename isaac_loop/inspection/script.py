@@ -190,9 +190,9 @@ _ASKED = ('`{split}` takes the batches apart, and the trainer calls it once for 
 
 def _once_unpacked(block, w):
     "The statements, with a batch taken apart only where its parts may be others"
-    split = getattr(w.trainer.dls, 'split', None)
-    known_once = split is not None and type(w.trainer).split is Trainer.split and not only_parts(split)
-    try: return once_unpacked(block, not known_once)
+    own,split = type(w.trainer).split,getattr(w.trainer.dls, 'split', None)
+    if own is not Trainer.split and not only_parts(own): return block # The trainer asks it each time
+    try: return once_unpacked(block, own is not Trainer.split or split is None or only_parts(split))
     except AskedAgain: why = _ASKED.format(split=getattr(split, '__name__', 'split'))
     if not w.partial: raise ValueError(why)
     w.not_written.append(why)

@@ -1874,6 +1874,18 @@ def split_trainer(split, *callbacks):
     return trainer
 
 
+class NoisyTrainer(Trainer):
+    "Its own `split` is asked for the inputs, and again for the targets"
+
+    def split(self, batch):
+        x, y = batch
+        return (x + torch.randn_like(x),), (y,)
+
+
+def test_a_split_of_a_subclass_is_called_as_often_as_by_the_trainer(monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB()], cls=NoisyTrainer), monkeypatch)
+
+
 def test_a_function_that_takes_batches_apart_is_not_called_twice_for_one(monkeypatch):
     both(lambda: split_trainer(noisy_parts, CountsRows()), monkeypatch)
     both(lambda: split_trainer(noisy_parts, HandsBatchOn()), monkeypatch)
