@@ -229,7 +229,7 @@ class _Joining:
         functions = [o for o in nodes if isinstance(o, ast.FunctionDef)]
         self.sets = {o.name: _names_in(o, ast.Store) for o in functions} # By function: what it may set
         for _ in functions: # One may call another
-            for o in functions: self.sets[o.name] |= self.may_set(o.body)
+            for function in functions: self.sets[function.name] |= self.may_set(function.body)
         self.flags = _fixed_names(nodes)
 
     def may_set(self, block):

@@ -86,7 +86,7 @@ class _Once:
         "Whether `tree` may change the batch, or make it another"
         if _takes_apart(tree): return False
         taking = filter(_takes_apart, ast.walk(tree))
-        known = _is_read(tree) | {id(o) for node in taking for o in ast.walk(node)}
+        known = _is_read(tree).union(*(map(id, ast.walk(node)) for node in taking))
         names = [o for o in ast.walk(tree) if isinstance(o, ast.Name) and id(o) not in known]
         return any(o.id in self.batches | self.changing for o in names)
 
