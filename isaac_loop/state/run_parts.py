@@ -105,7 +105,7 @@ def opts_made(trainer):
             for name,opt in parts_of(trainer, optim.Optimizer).items()}
 
 _OF_OPTS = 'opts','opt_classes','opts_made','opts_began','opt_defaults'
-_KEPT_BY_NAME = {optim.Optimizer: _OF_OPTS, nn.Module: ('modules',)}
+_KEPT_BY_NAME = {optim.Optimizer: _OF_OPTS, nn.Module: ('modules', 'modes')}
 
 def as_named_now(
     trainer, # That goes on

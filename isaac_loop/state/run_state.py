@@ -129,6 +129,13 @@ def _frozen(trainer):
     frozen = lambda p: not (p.requires_grad or id(p) in for_now)
     return [i for i,p in enumerate(all_parameters(trainer)) if frozen(p)]
 
+def _modes(trainer):
+    "By part: whether it trains, and the paths of what in it is in the other mode"
+    parts = {'model': bare(trainer.model)} | parts_of(trainer, nn.Module)
+    def others(root): return [path for path,m in root.named_modules() if m.training is not root.training]
+    return {name: dict(trains=root.training, others=others(root)) for name,root in parts.items()
+            if isinstance(root, nn.Module)}
+
 def _gather(trainer):
     "Everything but the weights and the place, as it is"
     parts,opts = _gather_parts(trainer),parts_of(trainer, optim.Optimizer)
@@ -137,6 +144,7 @@ def _gather(trainer):
                 loss_func=loss_of(trainer),
                 script=script_facts(trainer),
                 frozen=_frozen(trainer),
+                modes=_modes(trainer),
                 opts_made=opts_made(trainer),
                 opts_began=opts_began(trainer),
                 opt_classes={name: type(opt).__name__ for name,opt in opts.items()},
@@ -238,8 +246,19 @@ def put_state(
     _put_gradients(enumerate(all_parameters(trainer)), state['grads']) # Callbacks may take them from there
     trainer.history.load_state_dict(state['history'])
     trainer.n_updates = state['position']['n_updates']
+    _put_modes(trainer, state)
     put_callbacks(trainer, state)
     _put_gradients(held_parameters(trainer).items(), state['grads'])
+
+def _put_modes(trainer, state):
+    "Let parts train or evaluate as they did; of the model each pass sets the mode, so only within one"
+    parts = parts_of(trainer, nn.Module)
+    if is_in_pass(state['position']): parts['model'] = bare(trainer.model)
+    for name,saved in state.get('modes', {}).items(): # Earlier versions have not noted them
+        modules = parts[name].named_modules() if isinstance(parts.get(name), nn.Module) else ()
+        for path,m in modules:
+            trains = saved['trains'] is not (path in saved['others'])
+            if m.training is not trains: m.training = trains
 
 def _put_gradients(parameters, grads):
     "Put gradients back, by numbers or paths"

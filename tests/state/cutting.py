@@ -1,9 +1,15 @@
 "A run that is cut and goes on, against the same run that was never stopped"
 
 import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
 
 import runs
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB
 from runs import Cut, CutCB, fit, make_trainer, tree
@@ -30,4 +36,27 @@ def stopped_and_not(tmp_path, make, places, n_epochs=3, attributes=lambda t: Non
 def with_loss(loss_func):
     trainer = make_trainer([BasicTrainCB(), MetricsCB(show=False)])
     trainer.loss_func = loss_func
+    return trainer
+
+
+X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+ROWS = list(zip(X, X.sum(1, keepdim=True)))
+
+
+def small_trainer(*callbacks, loss=F.mse_loss, opt=optim.SGD, dl=None, model=None):
+    "Three batches in an epoch, and weights that are the same each time"
+    torch.manual_seed(1)
+    dls = DataLoaders(exact_loader(ROWS, 8, seed=7) if dl is None else dl)
+    return Trainer(dls, loss, opt, model or nn.Linear(4, 1), [BasicTrainCB(), *callbacks])
+
+
+def cut_once(folder, make, look=lambda t: None):
+    "A run left alone, and the same run cut in the middle of its second pass; gives the trainer that went on"
+    whole = fit(make(), 3, valid=False)
+    cut = CutCB("before_batch", lambda t: t.n_updates == 5)
+    with pytest.raises(Cut):
+        fit(make(), 3, valid=False, callbacks=[CheckpointCB(folder / "run", every=2), cut])
+    trainer = fit(make(), 3, valid=False, callbacks=CheckpointCB(folder / "run", every=2))
+    assert all(map(torch.equal, whole.model.parameters(), trainer.model.parameters()))
+    assert str(look(whole)) == str(look(trainer))
     return trainer

@@ -13,34 +13,9 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from cutting import ROWS, cut_once, small_trainer
 from isaac_loop.checkpoints.rewind import RewindCB
-from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.data.exact_loaders import exact_loader
-from isaac_loop.loop.trainer import Trainer
-from isaac_loop.train.training import BasicTrainCB
-from runs import Cut, CutCB, fit
-
-X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
-ROWS = list(zip(X, X.sum(1, keepdim=True)))
-
-
-def trainer_of(*callbacks, loss=F.mse_loss, opt=optim.SGD, dl=None):
-    torch.manual_seed(1)
-    dls = DataLoaders(exact_loader(ROWS, 8, seed=7) if dl is None else dl)
-    return Trainer(dls, loss, opt, nn.Linear(4, 1), [BasicTrainCB(), *callbacks])
-
-
-def stopped_and_not(folder, make, look=lambda t: None):
-    "The same run left alone, and cut at its sixth batch, which gives the trainer that went on"
-    whole = fit(make(), 3, valid=False)
-    saving = CheckpointCB(folder / "run", every=2)
-    with pytest.raises(Cut):
-        fit(make(), 3, valid=False, callbacks=[saving, CutCB("before_batch", lambda t: t.n_updates == 5)])
-    trainer = fit(make(), 3, valid=False, callbacks=CheckpointCB(folder / "run", every=2))
-    assert torch.equal(whole.model.weight, trainer.model.weight)
-    assert str(look(whole)) == str(look(trainer))
-    return trainer
+from runs import fit
 
 
 def leaf(x=0.0):
@@ -80,7 +55,7 @@ class TemperatureCB:
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_an_optimizer_goes_on_with_the_tensors_that_it_trains(holder, tmp_path):
     values = lambda t: [x.item() for x in t.TemperatureCB.each(t.TemperatureCB.held)]
-    trainer = stopped_and_not(tmp_path, lambda: trainer_of(TemperatureCB(holder)), values)
+    trainer = cut_once(tmp_path, lambda: small_trainer(TemperatureCB(holder)), values)
     cb = trainer.TemperatureCB
     assert all(a is b for a, b in zip(cb.each(cb.held), cb.opt.param_groups[0]["params"]))
 
@@ -98,13 +73,13 @@ class UncertainLoss:
 def test_what_a_loss_learns_goes_on_to_be_learned(tmp_path):
     def make():
         loss = UncertainLoss()
-        return trainer_of(loss=loss, opt=lambda params, lr: optim.SGD([*params, loss.log_var], lr))
+        return small_trainer(loss=loss, opt=lambda params, lr: optim.SGD([*params, loss.log_var], lr))
 
-    stopped_and_not(tmp_path, make, lambda t: t.loss_func.log_var.tolist())
+    cut_once(tmp_path, make, lambda t: t.loss_func.log_var.tolist())
 
 
 def test_after_a_rewind_an_optimizer_has_its_tensors_too():
-    trainer = fit(trainer_of(TemperatureCB("a list"), RewindCB()), 2, valid=False)
+    trainer = fit(small_trainer(TemperatureCB("a list"), RewindCB()), 2, valid=False)
     whole = [x.item() for x in trainer.TemperatureCB.held]
     trainer.rewind(1)
     fit(trainer, 2, valid=False)
@@ -156,9 +131,9 @@ def test_what_callback_and_loss_hold_stays_one_object(what, closed, tmp_path):
         loss = FactorLoss(held)
         loss_func = (lambda preds, targets: loss(preds, targets)) if closed else loss
         other = SimpleNamespace(name="other", before_fit=lambda trainer: None, held=held)
-        return trainer_of(ReweightCB(held, change), other, loss=loss_func)
+        return small_trainer(ReweightCB(held, change), other, loss=loss_func)
 
-    trainer = stopped_and_not(tmp_path, make, lambda t: t.ReweightCB.held)
+    trainer = cut_once(tmp_path, make, lambda t: t.ReweightCB.held)
     assert trainer.other.held is trainer.ReweightCB.held
 
 
@@ -173,9 +148,9 @@ def test_a_sampler_draws_by_the_weights_that_a_callback_changes(new, tmp_path):
             weights[trainer.epoch :: 3] *= 9
 
         holder = SimpleNamespace(name="holder", weights=weights, after_epoch=harder)
-        return trainer_of(holder, dl=DataLoader(ROWS, 8, sampler=sampler))
+        return small_trainer(holder, dl=DataLoader(ROWS, 8, sampler=sampler))
 
-    stopped_and_not(tmp_path, make, lambda t: t.dls.train.sampler.weights.tolist())
+    cut_once(tmp_path, make, lambda t: t.dls.train.sampler.weights.tolist())
 
 
 # ---- objects that took the place of others
@@ -196,9 +171,9 @@ class MeanCB:
 def test_what_was_set_anew_leaves_the_object_of_the_beginning_alone(new, tmp_path):
     def make():
         start = new(2)
-        return trainer_of(MeanCB(start), loss=FactorLoss(start))
+        return small_trainer(MeanCB(start), loss=FactorLoss(start))
 
-    trainer = stopped_and_not(tmp_path, make, lambda t: (t.MeanCB.low, t.MeanCB.high))
+    trainer = cut_once(tmp_path, make, lambda t: (t.MeanCB.low, t.MeanCB.high))
     assert trainer.loss_func.held.tolist() == [1, 1]
 
 
@@ -215,5 +190,5 @@ class LatestCB:
 
 
 def test_names_that_have_parted_stay_apart_and_a_view_is_one(tmp_path):
-    cb = stopped_and_not(tmp_path, lambda: trainer_of(LatestCB()), lambda t: vars(t.LatestCB)).LatestCB
+    cb = cut_once(tmp_path, lambda: small_trainer(LatestCB()), lambda t: vars(t.LatestCB)).LatestCB
     assert cb.first.data_ptr() == cb.total.data_ptr() != cb.latest.data_ptr()

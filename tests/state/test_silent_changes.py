@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import runs
-from cutting import stopped_and_not, with_loss
+from cutting import cut_once, small_trainer, stopped_and_not, with_loss
 from isaac_loop.basics.tensors import set_seed
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.dataloaders import DataLoaders
@@ -578,3 +578,31 @@ def test_an_iterator_of_pytorch_that_has_moved_on_is_named():
     trainer = fit(with_callback(StreamCB()), 1)
     with pytest.warns(UserWarning, match="`StreamCB.it` changed during this fit"):
         trainer._own_state.take(trainer)
+
+
+# ---- modes that somebody switches on the way
+
+
+def test_a_layer_that_was_put_into_evaluation_in_a_pass_stays_so_until_its_end(tmp_path):
+    def after_step(trainer):
+        if (trainer.epoch, trainer.batch_num) == (1, 0):
+            trainer.model[1].eval()
+
+    def make():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        return small_trainer(after_step, model=model)
+
+    cut_once(tmp_path, make, lambda t: t.model[1].num_batches_tracked.item())
+
+
+class ModalLoss(nn.Module):
+    def forward(self, preds, targets):
+        return F.mse_loss(preds, targets) * (1 + self.training)
+
+
+def test_a_module_beside_the_model_stays_in_the_mode_that_it_was_put_into(tmp_path):
+    def log(trainer):
+        trainer.loss_func.eval()
+
+    assert not cut_once(tmp_path, lambda: small_trainer(log, loss=ModalLoss())).loss_func.training
