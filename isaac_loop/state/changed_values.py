@@ -6,9 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/state/33_changed_values.ipynb #9d1c1a5f
-import copy, sys
+import copy, random, sys
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum
 from pathlib import Path, PurePath
 
@@ -114,6 +114,45 @@ def _member(kind, saved):
     name,value = saved['name'],saved['value']
     return kind[name] if name in kind.__members__ else kind(value)
 
+_FACTORIES = {kind.__name__: kind for kind in (bool, int, float, complex, str, list, tuple, dict, set)}
+
+def _as_made(x):
+    "What a container of a class of its own is made with: a `defaultdict` with a class of Python"
+    factory = x.default_factory if type(x) is defaultdict else None
+    return dict(factory=factory.__name__) if factory in _FACTORIES.values() else {}
+
+def _can_be_made(saved):
+    "Whether a container can be made again where there is none like it"
+    known = saved['of'] in _KINDS or saved.get('factory') in _FACTORIES
+    return known or _class_of(saved, None) is not None
+
+def _was_of(kind, marks):
+    "Whether one of the marks is that of a container of this class, as far as it tells"
+    known = [mark for mark in marks if mark is not None]
+    first = [mark.value[:1] if type(mark.value) is tuple else (mark.value,) for mark in known]
+    return (kind,) in first or any(mark.who is not None for mark in known)
+
+# %% ../../nbs/state/33_changed_values.ipynb #a35b412b
+def source_of(x):
+    "What a usual generator is made from, as texts; None for one of another class"
+    if type(x) is random.Random: return ['Random']
+    if type(x) is torch.Generator: return ['torch', str(x.device)]
+    if not type(x).__module__.startswith('numpy.random'): return None
+    bits = getattr(x, 'bit_generator', getattr(x, '_bit_generator', x))
+    return ['numpy', type(x).__name__, type(bits).__name__]
+
+def made_generator(source):
+    "A generator like the one that `source` was told of, or None"
+    if not source: return None
+    kind,*what = source
+    if kind == 'Random': return random.Random(0)
+    if kind == 'torch': return torch.Generator(what[0])
+    import numpy as np # Only if one of its generators was saved
+    bits = getattr(np.random, what[1], None)
+    if not (isinstance(bits, type) and issubclass(bits, np.random.BitGenerator)): return None
+    around = dict(Generator=np.random.Generator, RandomState=np.random.RandomState).get(what[0])
+    return bits(0) if around is None else around(bits(0))
+
 # %% ../../nbs/state/33_changed_values.ipynb #49e771ac
 def _is_another(ready, now):
     "Whether a callable carries along what has changed, or is another than `before_fit` left there"
@@ -158,13 +197,19 @@ class Keeper:
         if isinstance(x, CONTAINERS): return self._container(x, begin, ready)
         if type(x) is array: return {_KIND: 'array', 'type': x.typecode, 'value': x.tobytes()}
         drawn = drawn_from(x)
-        if drawn is not None: return {_KIND: 'random', 'value': drawn}
+        if drawn is not None: return self._generator(x, drawn, begin, ready)
         if is_plain(x): return x
         there = any(o is not None and o.who == Same(x) for o in (begin, ready))
         if not there or not hasattr(x, '__dict__'): raise Unkept
         if tells_state(x) and not isinstance(x, nn.Module): return {_KIND: 'state', 'value': _told(x)}
         changed = self.changed(members_of(x), begin, ready)
         return {_KIND: 'members', 'of': type(x).__qualname__, 'value': changed}
+
+    def _generator(self, x, drawn, begin, ready):
+        "A generator; one of a class of the user's own must have been there"
+        source,there = source_of(x),any(o is not None and o.who is not None for o in (begin, ready))
+        if source is None and not there: raise Unkept
+        return {_KIND: 'random', 'value': drawn, 'source': source}
 
     def changed(self, members, begin, ready):
         "What has changed of `members`"
@@ -181,10 +226,8 @@ class Keeper:
         "What a container holds; what is only put back into another of its kind must have been there at first"
         made = self.keep(x, begin, ready)
         kind = made.get(_KIND) if type(made) is dict else None
-        anew = kind == 'anew'
-        own = kind == 'like' and made['of'] not in _KINDS and _class_of(made, None) is None
         there = any(o is not None and o.who == Same(x) for o in (begin, ready))
-        if (anew and not there) or (own and begin is None and ready is None): raise Unkept
+        if kind == 'anew' and not there: raise Unkept
         return made
 
     def _is_by_id(self, x):
@@ -202,7 +245,9 @@ class Keeper:
         if isinstance(x, dict): values = dict(zip(x, values))
         if type(x) in (dict, list, tuple, set, Counter) and not special: return type(x)(values)
         if type(x) is deque: return {_KIND: 'deque', 'value': values, 'maxlen': x.maxlen}
-        return {_KIND: 'like', 'value': values} | _whose(x)
+        made = {_KIND: 'like', 'value': values} | _whose(x) | _as_made(x)
+        if not (_can_be_made(made) or _was_of(type(x), (begin, ready))): raise Unkept
+        return made
 
 # %% ../../nbs/state/33_changed_values.ipynb #94cc4354
 def _memory_of(x):
@@ -282,7 +327,7 @@ class Putter:
         "What takes the place of `here`"
         if type(saved) is not dict or _KIND not in saved: return self._list(here, saved, path)
         kind,value = saved[_KIND],saved.get('value')
-        if kind == 'anew': return self._lose(None, path) if here is _NOTHING else here
+        if kind == 'anew': return self._lose(here, path) if here is _NOTHING else here
         if kind == 'shared':
             number = saved['number']
             if number not in self.shared: self.shared[number] = self.put(here, value, path)
@@ -311,13 +356,20 @@ class Putter:
 
     def _into(self, here, kind, saved, path):
         "An object stays, and gets back what it held"
-        is_another = kind == 'members' and type(here).__qualname__ != saved['of']
-        if here is None or here is _NOTHING or is_another: return self._lose(here, path)
+        if here is None or here is _NOTHING: return self._made(here, saved, path)
+        if kind == 'members' and type(here).__qualname__ != saved['of']: return self._lose(here, path)
         if kind == 'members': self.members(here, saved['value'], path)
         elif kind == 'state' and isinstance(here, optim.Optimizer): load_opt(here, saved['value'])
         elif kind == 'state': here.load_state_dict(saved['value'])
         else: _set_drawn(here, saved['value'], path)
         return here
+
+    def _made(self, here, saved, path):
+        "A generator that was made on the way; nothing else can be made again"
+        made = made_generator(saved.get('source'))
+        if made is None: return self._lose(here, path)
+        _set_drawn(made, saved['value'], path)
+        return made
 
     def _list(self, here, saved, path):
         "Containers in which something is put back in its own way"
@@ -329,6 +381,7 @@ class Putter:
             is_there = type(k) is int and isinstance(here, (list, tuple)) and k < len(here)
             return here[k] if is_there else _NOTHING
         found = {k: o if type(o) in SIMPLE else self.put(place(k), o, f'{path}[{k!r}]') for k,o in pairs}
+        found = {k: None if o is _NOTHING else o for k,o in found.items()}
         return type(saved)(found if isinstance(saved, dict) else found.values())
 
     def _like(self, here, saved, path):
@@ -336,6 +389,8 @@ class Putter:
         made,of = self._list(here, saved['value'], path),saved['of']
         if of in _KINDS: return _KINDS[of](made)
         kind = _class_of(saved, here)
+        if kind is None and saved.get('factory') in _FACTORIES:
+            return defaultdict(_FACTORIES[saved['factory']], made)
         if kind is None: return self._lose(here, path)
         if issubclass(kind, tuple): return kind(*made)
         new = copy.copy(here)
@@ -357,7 +412,7 @@ class Putter:
 
     def _lose(self, here, path):
         self.lost.append(path)
-        return None if here is _NOTHING else here
+        return here
 
     def _device(self, saved):
         device = torch.device(saved)

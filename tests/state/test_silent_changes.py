@@ -2,11 +2,14 @@
 that was never stopped. Nothing of it is lost without a word.
 """
 
+import collections
 import copy
 import enum
+import random
 import warnings
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -606,3 +609,67 @@ def test_a_module_beside_the_model_stays_in_the_mode_that_it_was_put_into(tmp_pa
         trainer.loss_func.eval()
 
     assert not cut_once(tmp_path, lambda: small_trainer(log, loss=ModalLoss())).loss_func.training
+
+
+# ---- what is made on the way
+
+
+class NoiseCB:
+    "Makes its source of numbers, and a place to count in, at its first batch"
+
+    source = None
+
+    def __init__(self, new, draw):
+        self.new, self.draw = new, draw
+
+    def after_get_loss(self, trainer):
+        if self.source is None:
+            self.source = self.new()
+        trainer.loss = trainer.loss * (1 + self.draw(self.source))
+
+
+class OwnRandom(random.Random):
+    pass
+
+
+def counted(counts):
+    counts["n"] += 1
+    return counts["n"] / 10
+
+
+GENERATORS = {
+    "Python's": (lambda: random.Random(3), lambda x: x.random()),
+    "PyTorch's": (lambda: torch.Generator().manual_seed(3), lambda x: torch.rand((), generator=x)),
+    "NumPy's": (lambda: np.random.default_rng(3), lambda x: x.random()),
+    "NumPy's of another kind": (lambda: np.random.Generator(np.random.SFC64(3)), lambda x: x.random()),
+    "NumPy's of old": (lambda: np.random.RandomState(3), lambda x: x.rand()),
+    "only the bits": (lambda: np.random.Philox(3), lambda x: x.random_raw() % 1000 / 1000),
+    "a defaultdict": (lambda: collections.defaultdict(int), counted),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_what_anybody_can_make_again_goes_on_though_it_was_made_on_the_way(name, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer = cut_once(tmp_path, lambda: small_trainer(NoiseCB(*GENERATORS[name])))
+    if name == "a defaultdict":
+        assert trainer.NoiseCB.source["new"] == 0
+
+
+@pytest.mark.parametrize(
+    "new, draw",
+    [
+        (lambda: OwnRandom(3), lambda x: x.random()),
+        (lambda: collections.defaultdict(lambda: 0), counted),
+    ],
+)
+def test_what_nobody_can_make_again_is_named_at_the_save_and_is_not_there_afterwards(new, draw, tmp_path):
+    saving = lambda: CheckpointCB(tmp_path, every=2)
+    with pytest.warns(UserWarning, match="`NoiseCB.source` changed during this fit and cannot be kept"):
+        fit(small_trainer(NoiseCB(new, draw)), 2, valid=False, callbacks=saving())
+    trainer = small_trainer(NoiseCB(new, draw))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(trainer, 2, valid=False, callbacks=saving())
+    assert "source" not in vars(trainer.NoiseCB)
