@@ -15,7 +15,6 @@ from fastcore.basics import patch
 from torch import nn, optim
 
 from ..basics.checks import warn
-from ..loop.events import callback_name
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
@@ -35,15 +34,16 @@ def _writes_outside(code):
     written = {o.argval for o in dis.get_instructions(code) if o.opname in ('STORE_DEREF', 'DELETE_DEREF')}
     return written & set(code.co_freevars)
 
-def _written_by(callbacks, marker):
-    "Marks of the variables that functions among `callbacks` write outside of them"
-    found = {}
-    for cb in callbacks:
-        if not isinstance(cb, FunctionType) or unasked(cb) is True: continue
-        names = _writes_outside(cb.__code__) - unasked(cb)
-        for name,cell in zip(cb.__code__.co_freevars, cb.__closure__ or ()):
-            if name not in names or cell == CellType(): continue
-            found[callback_name(cb), name] = marker.mark(cell.cell_contents)
+def _written_by(functions, marker):
+    "Marks of the variables that functions, by path, write outside of them"
+    found,seen = {},set()
+    for path,f in functions.items():
+        if not isinstance(f, FunctionType) or unasked(f) is True: continue
+        names = _writes_outside(f.__code__) - unasked(f)
+        for name,cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+            if name not in names or cell == CellType() or id(cell) in seen: continue
+            seen.add(id(cell))
+            found[path, name] = marker.mark(cell.cell_contents)
     return found
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
@@ -103,8 +103,8 @@ class OwnState:
         owners = self._owners(trainer, callbacks, layers=ready) # A script sets these before it fits
         for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
         self.there |= marker.met
-        new = trainer.callbacks if callbacks is None else callbacks
-        if not ready: self.outside |= _written_by(new, marker)
+        written = _written_by({name: o for name,(o,_) in owners.items()}, marker)
+        self.outside = written | self.outside if ready else self.outside | written
         if callbacks is None: self.comings.begin(trainer)
 
     def _changed(self, marker, name, own):
@@ -149,9 +149,9 @@ _OUTSIDE = ('{} changed during this fit, by `nonlocal`, and no checkpoint keeps 
             '`{}.{} = ...` before the fit; or, if nothing is lost, say so: `{}.stateless = {!r}`.')
 
 @patch
-def _warn_of_outside(self:OwnState, trainer, marker):
+def _warn_of_outside(self:OwnState, owners, marker):
     "Name once what functions have written outside of them"
-    now,was = _written_by(trainer.callbacks, marker),self.outside
+    now,was = _written_by({name: o for name,(o,_) in owners.items()}, marker),self.outside
     new = [path for path,mark in now.items() if path not in self.told and was.get(path, mark) != mark]
     self.told.update(new)
     if not new: return
@@ -194,7 +194,7 @@ def take(self:OwnState,
     if of is not None: return found
     if unkept: _warn_of_lost(unkept)
     self.told.update(unkept)
-    self._warn_of_outside(trainer, keeper.marker)
+    self._warn_of_outside(owners, keeper.marker)
     return found
 
 @patch

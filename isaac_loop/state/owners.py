@@ -7,18 +7,21 @@ __all__ = []
 
 # %% ../../nbs/state/37_owners.ipynb #1cb41cb6
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from types import MethodType, ModuleType, SimpleNamespace
 
 import torch
 from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..basics.tensors import OF_MODULES
 from ..loop.events import callback_name
 from .changed_values import tells_state
 from .change_marks import CONTAINERS, SIMPLE, as_names, attributes_of, is_installed
+from .held_callables import FEW, OF_LAYERS, is_users, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
 from ..data.random_generators import is_generator
 from .run_parts import bare, parts_of
@@ -45,8 +48,40 @@ def holders(callback):
     "By name: an object whose attributes are state of `callback`, and what to leave out; none if it tells it"
     of_another = getattr(type(callback), '_state_holders', None) # Of an adapter: a foreign callback
     if of_another is not None: return {name: (o, unasked(o)) for name,o in of_another(callback).items()}
-    if tells_state(callback): return {}
-    return {callback_name(callback): (looked_at(callback), unasked(callback))}
+    name,owner,without = callback_name(callback),looked_at(callback),unasked(callback)
+    if tells_state(callback): return _of_library(callback, name)
+    if without is True: return {name: (owner, True)}
+    own = {k: o for k,o in attributes_of(owner).items() if k not in without}
+    roots = {f'{name}.{k}': o for k,o in own.items()} | {name: owner}
+    held = {path: o for path,o in keepers_in(roots).items() if o is not owner}
+    return {name: (owner, without)} | {path: (o, unasked(o)) for path,o in held.items()}
+
+def _of_library(callback, name):
+    "What was given to a callback of the library, which tells only its own state, and keeps something itself"
+    package,_,rest = type(callback).__module__.partition('.')
+    if package != 'isaac_loop' or rest.startswith('log.'): return {} # Logs belong to the world outside
+    own = {k: o for k,o in attributes_of(callback).items() if k[0] != '_' and k not in _OF_LIBRARY}
+    held = keepers_in({f'{name}.{k}': o for k,o in own.items()}, given=True)
+    schedule = _of_schedule(f'{name}.scheduler', getattr(callback, 'scheduler', None))
+    return {path: (o, unasked(o)) for path,o in held.items()} | schedule
+
+_OF_LIBRARY = 'metrics','scheduler' # Metrics begin anew with each pass
+
+def _of_schedule(path, x):
+    "The functions of a schedule, and one of a user's class without what `SchedulerCB` saves: plain values"
+    if not isinstance(x, LRScheduler): return {}
+    own = attributes_of(x)
+    inner = own.get('_schedulers') if isinstance(own.get('_schedulers'), list) else []
+    found = {k: o for i,one in enumerate(inner) for k,o in _of_schedule(f'{path}[{i}]', one).items()}
+    functions = keepers_in({f'{path}.lr_lambdas': own.get('lr_lambdas')}, given=True)
+    found |= {k: (o, unasked(o)) for k,o in functions.items()}
+    if is_installed(type(x).__module__) or unasked(x) is True: return found
+    plain = {k for k,o in own.items() if _is_plain(o)}
+    return found | {path: (x, unasked(x) | plain | {'optimizer'})}
+
+def _is_plain(x):
+    if isinstance(x, Mapping): return all(map(_is_plain, x.values()))
+    return x is None or isinstance(x, (bool, int, float, str, list, tuple, torch.Tensor))
 
 def _of_class(owner):
     "Lists, dicts and sets in the class of a user: whoever adds to one keeps something there"
@@ -144,12 +179,9 @@ def is_layer(x): return isinstance(x, nn.Module) and not _is_own(type(x))
 
 def _of_layer(m):
     "What a run may set in a layer of PyTorch: simple values, tensors and containers of them"
-    own = {k: o for k,o in vars(m).items() if k[0] != '_' and k not in OF_MODULES and type(o) in _OF_LAYERS}
+    own = {k: o for k,o in vars(m).items() if k[0] != '_' and k not in OF_MODULES and type(o) in OF_LAYERS}
     if torch.Tensor not in map(type, own.values()): return own
     return {k: o for k,o in own.items() if getattr(o, 'grad_fn', None) is None} # Else made by a forward
-
-_OF_LAYERS = SIMPLE | {*CONTAINERS, torch.Tensor}
-
 @lru_cache(maxsize=1)
 def _of_optimizers():
     "What every optimizer has, and what a schedule puts there"
@@ -164,7 +196,7 @@ def _add_readers(found, name, dl, without=()):
     elif not hasattr(type(data), '__getitem__'): return
     seen = {id(o) for o in [*found.values(), *without]}
     for where,x in _led_to(readers, seen):
-        if _is_users(x): found[where] = x
+        if is_users(x): found[where] = x
 
 def _of_plain(name, dl):
     "Who makes the batches of a loader that does not know its place"
@@ -173,13 +205,7 @@ def _of_plain(name, dl):
     found = {name: dl, f'{name}.batch_sampler.sampler': inner}
     return found | {f'{name}.{k}': o for k,o in samplers.items()}
 
-def _is_users(x):
-    "Whether a class of the user's own has made an object whose state nobody else tells"
-    if type(x) in _OF_LAYERS or isinstance(x, Enum) or is_installed(str(type(x).__module__)): return False
-    try: return isinstance(getattr(x, '__dict__', {}), dict) and not tells_state(x)
-    except Exception: return False # It does not let itself be looked into
-
-_FEW,_MANY = 20,200
+_MANY = 200
 
 def _led_to(roots, seen):
     "Objects that may read data, by path, from `roots` on and each once; rows are not looked through"
@@ -199,7 +225,7 @@ def _inside(path, x):
     if isinstance(x, MethodType): return [(path, x.__self__)]
     if isinstance(x, partial): return [(path, x.func), *((f'{path}({k})', o) for k,o in _added(x))]
     if type(x) in (list, tuple, dict): return _entries(path, x)
-    if not (_is_users(x) or isinstance(x, (Dataset, nn.Module)) or _is_transform(x)): return []
+    if not (is_users(x) or isinstance(x, (Dataset, nn.Module)) or _is_transform(x)): return []
     own = {k: o for k,o in attributes_of(x).items() if k not in OF_MODULES}
     if isinstance(x, nn.Module): own |= x._modules
     return [(f'{path}.{k}', o) for k,o in own.items()]
@@ -207,7 +233,7 @@ def _inside(path, x):
 def _added(x): return [*enumerate(x.args), *x.keywords.items()]
 
 def _entries(path, x):
-    if len(x) > _FEW: return []
+    if len(x) > FEW: return []
     return [(f'{path}[{k!r}]', o) for k,o in (x.items() if type(x) is dict else enumerate(x))]
 
 def _is_transform(x): return str(type(x).__module__).startswith('torchvision.transforms')
@@ -219,7 +245,7 @@ def others_of(trainer):
     "The loss function, modules, optimizers, readers and splitters of data, and generators that these hold"
     loss_func,dls,model = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls', 'model'))
     model = bare(model)
-    found = {'loss_func': looked_at(loss_func)}
+    found = {'loss_func': looked_at(loss_func)} | keepers_in({'loss_func': loss_func}, given=True)
     for name in ('train', 'valid'):
         dl = getattr(dls, name, None)
         if getattr(dl, 'reads_again', False): continue
@@ -233,10 +259,10 @@ def others_of(trainer):
 
 def _add_split(found, dls):
     "Add the function that splits batches, and a pair of loaders of a class of the user's own"
-    if _is_users(dls): found['dls'] = dls
+    if is_users(dls): found['dls'] = dls
     split = attributes_of(dls).get('split')
     if split is None: return
-    found['dls.split'] = looked_at(split)
+    found |= {'dls.split': looked_at(split)} | keepers_in({'dls.split': split}, given=True)
     _add_generators(found, 'dls.split', held_generators([split]))
 
 def _parts(trainer, model, loss_func):
@@ -246,8 +272,17 @@ def _parts(trainer, model, loss_func):
     found = {}
     for name,root in roots.items():
         if isinstance(root, nn.Module): _add_modules(found, name, root)
+    found |= keepers_in(_hooks_of(model), given=True)
     opts = parts_of(trainer, optim.Optimizer)
     return found | {f'trainer.{k}': opt for k,opt in opts.items() if not is_installed(type(opt).__module__)}
+
+def _hooks_of(model):
+    "Who is called before and after the forward of a module inside `model`, by path"
+    if not isinstance(model, nn.Module): return {}
+    named = [(f'model.{path}'.rstrip('.'), m) for path,m in model.named_modules()]
+    kinds = '_forward_pre_hooks','_forward_hooks'
+    hooks = [(f'{path}.{k}', vars(m)[k].values()) for path,m in named for k in kinds]
+    return {f'{path}[{i}]': o for path,some in hooks for i,o in enumerate(some)}
 
 def _add_modules(found, name, root):
     "Add modules with their paths; a hidden state may come with the first batch"
