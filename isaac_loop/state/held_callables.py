@@ -55,6 +55,8 @@ def _keeps(x, is_called):
     if isinstance(x, partial): return is_called and bool(x.keywords) and not is_installed(_module_of(x.func))
     return is_called and is_users(x) and not isinstance(x, _SAVED_ELSEWHERE)
 
+def as_key(k): return repr(k) if type(k) in SIMPLE else type(k).__name__ # Others may not print
+
 def _module_of(f): return str(getattr(f, '__module__', None) or type(f).__module__)
 
 def _ways(path, x, given):
@@ -63,7 +65,7 @@ def _ways(path, x, given):
     if isinstance(x, FunctionType): return [(f'{path}.{k}', o, True) for k,o in _closed_over(x)]
     if type(x) not in (list, tuple, dict) or len(x) > FEW: return []
     pairs = x.items() if type(x) is dict else enumerate(x)
-    return [(f'{path}[{k!r}]', o, given and callable(o)) for k,o in pairs]
+    return [(f'{path}[{as_key(k)}]', o, given and callable(o)) for k,o in pairs]
 
 def _closed_over(f):
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())

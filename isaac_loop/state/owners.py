@@ -21,7 +21,7 @@ from ..basics.tensors import OF_MODULES
 from ..loop.events import callback_name
 from .changed_values import tells_state
 from .change_marks import CONTAINERS, SIMPLE, as_names, attributes_of, is_installed
-from .held_callables import FEW, OF_LAYERS, is_users, keepers_in
+from .held_callables import FEW, OF_LAYERS, as_key, is_users, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
 from ..data.random_generators import is_generator
 from .run_parts import bare, parts_of
@@ -234,7 +234,7 @@ def _added(x): return [*enumerate(x.args), *x.keywords.items()]
 
 def _entries(path, x):
     if len(x) > FEW: return []
-    return [(f'{path}[{k!r}]', o) for k,o in (x.items() if type(x) is dict else enumerate(x))]
+    return [(f'{path}[{as_key(k)}]', o) for k,o in (x.items() if type(x) is dict else enumerate(x))]
 
 def _is_transform(x): return str(type(x).__module__).startswith('torchvision.transforms')
 
