@@ -14,6 +14,7 @@ from ..basics.old_names import old_words
 from ..loop.events import CancelException, Order
 from ..loop.monitor import Monitor, check_monitored, mode_of, value_now
 from ..loop.shared_attributes import offered
+from ..models.buffers import put_unsaved, unsaved_buffers
 from ..state.keeps_state import KeepsBest
 from ..state.run_state import load_weights_into
 
@@ -27,7 +28,8 @@ def evaluated_model(
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #d8538461
 def _weights_of(model):
     "A copy of the weights and buffers of `model`"
-    return {k: v.detach().clone() for k,v in model.state_dict().items() if torch.is_tensor(v)}
+    held = unsaved_buffers(model) | model.state_dict()
+    return {k: v.detach().clone() for k,v in held.items() if torch.is_tensor(v)}
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #0a498c8d
 _NEVER = ('`{}` watched `{}`, which had no value in any epoch of this fit, '
@@ -87,6 +89,7 @@ class KeepBestCB(KeepsBest):
         if not found: return
         _warn_of_others(self, trainer.model)
         load_weights_into(trainer.model, self.weights, strict=False)
+        put_unsaved(trainer.model, self.weights)
 
     @property
     def best(self):

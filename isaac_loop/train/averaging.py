@@ -18,6 +18,8 @@ from ..basics.checks import check_choice, is_number, warn
 from ..loop.events import CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.shared_attributes import offering
+from ..models.buffers import copy_buffers, exchange_buffers, put_unsaved, unsaved_buffers
+from ..state.run_parts import fill_empty
 from .norm_statistics import batch_norms_in, measure_norms, share_means
 
 # %% ../../nbs/train/50_averaging.ipynb #fd9ef505
@@ -74,13 +76,16 @@ class _AveragingCB:
 
     def state_dict(self):
         "The average, and how many updates are in it"
-        return dict(average=self.average.state_dict())
+        unsaved = unsaved_buffers(self.average)
+        return dict(average=self.average.state_dict()) | (dict(unsaved=unsaved) if unsaved else {})
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
     ):
         "Go on from a saved average"
+        fill_empty(self.average, state['average'])
         self.average.load_state_dict(state['average'])
+        put_unsaved(self.average, state.get('unsaved', {})) # Earlier versions have not saved them
         self._held = None
 
 # %% ../../nbs/train/50_averaging.ipynb #718d6cd7
@@ -131,6 +136,7 @@ def _take(self:_AveragingCB, model):
     average,held = self.average,self._held
     if not (held and held[0].module is model and all(o.is_true() for o in held)):
         _check_same(self, average.module, model)
+        copy_buffers(average.module, model) # Some may have come with a batch
         average.update_parameters(model) # The first weights are copied there
         self._held = self._look(model)
         return
@@ -152,8 +158,9 @@ def _look(self:_AveragingCB, model):
 def _swap(self:_AveragingCB, model):
     "Exchange the storage of all parameters and buffers"
     average = self.average.module
-    pairs = [*zip(model.parameters(), average.parameters()), *zip(model.buffers(), average.buffers())]
-    for mine,other in pairs: mine.data,other.data = other.data,mine.data
+    for mine,other in zip(model.parameters(), average.parameters()):
+        mine.data,other.data = other.data,mine.data
+    exchange_buffers(model, average)
     self.weights_swapped = not self.weights_swapped
 
 @patch
