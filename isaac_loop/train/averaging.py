@@ -6,7 +6,7 @@
 __all__ = ['EMACB', 'SWACB']
 
 # %% ../../nbs/train/50_averaging.ipynb #f9cc8f4f
-import math, operator, weakref
+import copy, math, operator, weakref
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, is_number, warn
+from ..basics.tensors import OF_MODULES, map_tensors
 from ..loop.events import CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.shared_attributes import offering
@@ -196,7 +197,14 @@ def cleanup_fit(self:_AveragingCB, trainer):
     self._of = self._held = None
     ended_well = trainer.exception is None or isinstance(trainer.exception, CancelException)
     if not self.keep or offering(trainer, 'best_epoch') or not ended_well or self.evaluated is None: return
-    trainer.model.load_state_dict(self.evaluated.state_dict())
+    self._leave(trainer.model)
+
+@patch
+@torch.no_grad()
+def _leave(self:_AveragingCB, model):
+    "Fill `model` with the average, and let it keep what else it knows, such as a count of samples"
+    for mine,other in zip(model.parameters(), self.evaluated.parameters()): mine.copy_(other)
+    copy_buffers(model, self.evaluated)
 
 # %% ../../nbs/train/50_averaging.ipynb #6149b565
 _NO_DECAY = ('`decay` is {decay!r}; at 1 or more the average would never change or grow without end. Use a '
@@ -304,11 +312,41 @@ def _warn_of_nothing(cb, trainer):
 
 def _warn_of_norms(why): warn(_NOT_MEASURED.format(why=why))
 
+def _with_graph(model):
+    "Tensors that modules hold from a forward pass, which cannot be copied"
+    found = []
+    for module in model.modules():
+        for name,x in vars(module).items():
+            if name not in OF_MODULES: map_tensors(lambda o: found.append(o) if o.grad_fn else None, x)
+    return found
+
+def _as_now(model, average):
+    "The very parameters and buffers of `average` in a module with the attributes that `model` has now"
+    known = {id(x): x.detach() for x in _with_graph(model)}
+    known |= {id(p): own for p,own in zip(model.parameters(), average.parameters())}
+    made,parts = copy.deepcopy(model, known),dict(average.named_modules())
+    same = [*map(id, made.parameters())] == [*map(id, average.parameters())]
+    if not same: return average # As a script of TorchScript, which copies in its own way
+    for path,part in made.named_modules():
+        if path in parts: part._buffers = parts[path]._buffers
+    return made
+
+_AS_BEGUN = ('The model cannot be copied now ({kind}: {error}), so the batch norms of the average that '
+             '`SWACB` has made are measured with the attributes that the model had when the fit began. '
+             'If some have changed since, measure anew with `torch.optim.swa_utils.update_bn`; or give the '
+             'model a `__deepcopy__`.')
+
+def _ready_to_measure(model, average):
+    "`average` with the attributes of `model`, if that can be copied"
+    try: return _as_now(model, average)
+    except Exception as error: warn(_AS_BEGUN.format(kind=type(error).__name__, error=error))
+    return average
+
 @patch
 def after_fit(self:SWACB, trainer):
     "Measure batch norm anew for the average"
     if not (self.update_bn and self.evaluated is not None and batch_norms_in(self.average)): return
-    n = measure_norms(self.average, trainer)
+    n = measure_norms(_ready_to_measure(trainer.model, self.evaluated), trainer)
     if not trainer.ranks.total(torch.tensor(n)): return _warn_of_norms('a callback let no batch through')
     if trainer.ranks.size > 1: share_means(self.average, n, trainer.ranks)
 

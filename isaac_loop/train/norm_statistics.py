@@ -64,6 +64,11 @@ class _MeasureCB:
     backward = step = zero_grad = get_loss
 
 # %% ../../nbs/train/45_norm_statistics.ipynb #c8118de5
+@torch.no_grad()
+def _put_back(pairs):
+    "Let tensors have the values that they had"
+    for x,value in pairs: x.copy_(value)
+
 def measure_norms(
     average, # A module like the trainer's model, with other weights
     trainer, # Has the loaders, and the callbacks that make batches ready
@@ -71,7 +76,7 @@ def measure_norms(
     "Run the training data through `average` for its batch norms"
     loader,grads = trainer.dls.train,[p.grad for p in trainer.model.parameters()]
     position = loader.state_dict() if hasattr(loader, 'load_state_dict') else None
-    before = {name: x.clone() for name,x in average.state_dict().items()}
+    before = [(x, x.clone()) for norm in batch_norms_in(average) for x in norm.buffers()]
     passed = [n for _,n in trainer._lengths if n_batches(loader) is None] # A stream may be endless
     measure = _MeasureCB(average, max(passed, default=None))
     side_run = trainer.side_run(measure, below=Order.STEP)
@@ -80,7 +85,7 @@ def measure_norms(
     finally:
         if position is not None: loader.load_state_dict(position)
         for p,grad in zip(trainer.model.parameters(), grads): p.grad = grad
-        if not measure.n_batches: average.load_state_dict(before)
+        if not measure.n_batches: _put_back(before)
     return measure.n_batches
 
 # %% ../../nbs/train/45_norm_statistics.ipynb #4f1de27d

@@ -1,6 +1,7 @@
 "Averages of the weights: what they are measured on, and which fit they belong to."
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from isaac_loop.all import (
     AccumulationCB,
     BasicTrainCB,
+    CancelBatchException,
     CancelFitException,
     ClipGradCB,
     DataLoaders,
@@ -272,3 +274,74 @@ def test_an_average_is_measured_on_as_many_batches_of_a_stream_as_a_pass_has_had
     first, norm, _ = trainer.SWACB.average.module
     seen = torch.cat([torch.full((4, 1), float(i)) for i in range(1, 6)])
     assert torch.allclose(norm.running_mean, first(seen).mean(0), atol=1e-5)
+
+
+class Told(nn.Module):
+    "Is told a factor, counts examples, and keeps its last output, with its graph in training"
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.seen = 0.0, 0
+        self.line, self.norm = nn.Linear(1, 1), nn.BatchNorm1d(1)
+
+    def forward(self, x):
+        self.seen += self.training * len(x)
+        self.last = [self.norm(self.line(x * (1 + self.factor)))]
+        return self.last[0]
+
+    def get_extra_state(self):
+        return dict(seen=self.seen)
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def told(*callbacks):
+    t = trainer_with(*callbacks)
+    t.model = Told()
+    return t
+
+
+def test_an_average_is_measured_with_what_the_model_has_been_told_by_then():
+    def before_epoch(trainer):
+        trainer.model.factor = float(trainer.epoch)
+
+    t = told(SWACB(0.3), before_epoch)
+    t.fit(4, lr=0.05, valid=False)
+    average, x = t.SWACB.average.module, torch.cat([x for x, _ in t.dls.train])
+    torch.testing.assert_close(average.norm.running_mean, average.line(x * 4).mean(0))
+    assert t.model.seen == 4 * len(x)
+
+
+@pytest.mark.parametrize("cb", [lambda: EMACB(0.5, keep=True), lambda: SWACB(0.0, keep=True)])
+def test_a_model_that_takes_the_average_keeps_what_else_it_knows(cb):
+    t = told(cb())
+    t.fit(2, lr=0.05, valid=False)
+    average = t.callbacks[-1].average.module
+    for kept in (average.named_parameters(), average.named_buffers()):
+        assert all(torch.equal(x, t.model.state_dict()[name]) for name, x in kept)
+    assert t.model.seen == 2 * 3 * 4
+
+
+def test_an_average_of_a_model_that_cannot_be_copied_any_more_is_measured_as_it_began_with_a_warning():
+    def after_epoch(trainer):
+        trainer.model.lock = threading.Lock()
+
+    t = told(SWACB(0.0), after_epoch)
+    with pytest.warns(UserWarning, match="The model cannot be copied now .TypeError.*when the fit began"):
+        t.fit(2, lr=0.05, valid=False)
+    average, x = t.SWACB.average.module, torch.cat([x for x, _ in t.dls.train])
+    torch.testing.assert_close(average.norm.running_mean, average.line(x).mean(0))
+
+
+def test_a_model_with_a_state_of_its_own_of_which_no_batch_is_measured_says_so():
+    def before_predict(trainer):
+        if trainer._side_runs:
+            raise CancelBatchException
+
+    before_predict.order = -10
+    t = told(SWACB(0.0), before_predict)
+    with pytest.warns(UserWarning, match="a callback let no batch through"):
+        t.fit(2, lr=0.05, valid=False)
+    average = t.SWACB.average.module
+    assert torch.equal(average.norm.running_mean, t.model.norm.running_mean)
