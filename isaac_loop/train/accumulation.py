@@ -18,6 +18,7 @@ from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..loop.handlers import has_own_batch
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offering
+from ..state.run_parts import held_parameters, parts_of
 from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import parameters_of
@@ -102,6 +103,7 @@ class AccumulationCB:
         self._complete,self._closing = False,False
         self._counted = None # The last batch of this pass whose gradient was counted
         self._closed = -1 # The last batch of this pass behind which a window was closed
+        self._beside,self._theirs,self._saved = None,{},{} # Parameters of others, and what was added there
 
 # %% ../../nbs/train/20_accumulation.ipynb #902d8c84
 @patch
@@ -126,6 +128,7 @@ def before_backward(self:AccumulationCB, trainer):
     if self._several: return
     self._loss = trainer.loss
     if self.n == 0: self._put_aside()
+    if self.weigh != 'sum': self._look_beside(trainer)
     self._weight = self._weight_of(trainer)
     if torch.is_tensor(self._weight) or self._weight != 1: trainer.loss = trainer.loss*self._weight
 
@@ -133,6 +136,7 @@ def before_backward(self:AccumulationCB, trainer):
 def after_backward(self:AccumulationCB, trainer):
     "Count the batch, now that its gradient is in the sum"
     self.n,self.total = self.n+1,self.total+self._weight
+    for theirs in self._theirs.values(): theirs.count(self._weight)
     if self._counted == trainer.batch_num and not self._told:
         self._told = True
         warn(_TWICE.format(trainer.batch_num, self.n_batches))
@@ -148,6 +152,58 @@ def closes_update(self:AccumulationCB, trainer):
 def cleanup_backward(self:AccumulationCB, trainer):
     "Give the loss back as it was"
     if self._loss is not None: trainer.loss,self._loss = self._loss,None
+
+# %% ../../nbs/train/20_accumulation.ipynb #6485d25f
+def _version(grad): return None if grad is None else grad._version
+
+class _Theirs:
+    "What the losses of a window have added to the gradient of a parameter that is not trained here"
+    def __init__(self, p, weight=0, old=None):
+        self.p,self.weight,self.old = p,weight,old # Old is what was there before
+        self._note()
+
+    def _note(self): self.grad,self.version = self.p.grad,_version(self.p.grad)
+    def _is_as_noted(self): return self.p.grad is self.grad and _version(self.p.grad) == self.version
+    def there(self): return self.grad is not None and self._is_as_noted()
+    def state(self): return [_copied(self.weight), _copied(self.old)]
+
+    def begin(self):
+        "Before a backward pass: what another has written meanwhile is not ours"
+        if not self._is_as_noted(): self.__init__(self.p, 0, _copied(self.p.grad))
+
+    def count(self, weight):
+        "After it: count a loss that has come here"
+        if self._is_as_noted(): return
+        if self.p.grad is not self.grad: self.weight,self.old = 0,None # It was cleared first
+        self.weight = self.weight+weight
+        self._note()
+
+    @torch.no_grad()
+    def divide(self):
+        "Make a mean of the losses"
+        weight = self.weight
+        if torch.is_tensor(weight): weight = torch.where(weight > 0, weight, 1).to(self.p.device)
+        elif weight in (0, 1): return
+        if not self.there(): return
+        if self.old is not None: self.grad.sub_(self.old.to(self.grad.device))
+        self.grad.div_(weight)
+        if self.old is not None: self.grad.add_(self.old.to(self.grad.device))
+
+def _parameters_beside(trainer, own):
+    "Parameters of the trainer's other modules, and of what callbacks hold, by path"
+    known = {id(p) for p in own}
+    modules = parts_of(trainer, torch.nn.Module)
+    found = {f'trainer.{k}.{name}': p for k,m in modules.items() for name,p in m.named_parameters()}
+    return {path: p for path,p in (found | held_parameters(trainer)).items() if id(p) not in known}
+
+@patch
+def _look_beside(self:AccumulationCB, trainer):
+    "See which gradients of others are there before a backward pass; who the others are is asked once a pass"
+    if self._beside is None: self._beside = _parameters_beside(trainer, self._params())
+    for path,p in self._beside.items():
+        if path in self._saved: self._theirs[path] = _Theirs(p, *self._saved.pop(path))
+        elif path in self._theirs: self._theirs[path].begin()
+        else: self._theirs[path] = _Theirs(p, 0, _copied(p.grad))
 
 # %% ../../nbs/train/20_accumulation.ipynb #57a549f9
 @patch
@@ -175,6 +231,8 @@ def _finish(self:AccumulationCB):
         for p in self._params():
             if p.grad is not None: p.grad.div_(total.to(p.grad.device) if torch.is_tensor(total) else total)
     for p,old in self._aside or (): p.grad = old if p.grad is None else p.grad.add_(old)
+    for theirs in self._theirs.values(): theirs.divide()
+    self._theirs = {}
     self.n,self.total = 0,0
     self._aside,self._complete = None,True
 
@@ -199,7 +257,7 @@ def _closed_before(self:AccumulationCB, trainer):
 @patch
 def cleanup_epoch(self:AccumulationCB, trainer):
     "Drop what was gathered in a pass that broke off"
-    self._closed,self._counted = -1,None
+    self._closed,self._counted,self._beside = -1,None,None
     if self.n or self._aside is not None: self._drop()
 
 @patch
@@ -233,6 +291,8 @@ def state_dict(self:AccumulationCB)->dict: # Numbers and tensors; no gradients b
     grads = dict(grads=[_copied(p.grad) for p in params], aside=[_copied(aside.get(id(p))) for p in params])
     total,first = self.total,self._first
     if self._exchange is not None: total,first = self._exchange.gathered,1. # It weighs by what is counted
+    theirs = {path: o.state() for path,o in self._theirs.items() if o.there()}
+    if theirs: grads['theirs'] = theirs
     return dict(n=self.n, total=_copied(total), first=_copied(first), **grads)
 
 @patch
@@ -249,6 +309,7 @@ def load_state_dict(self:AccumulationCB,
     for p,grad in zip(params, state['grads'], strict=True): p.grad = _like(p, grad)
     pairs = zip(params, state['aside'], strict=True)
     self._aside = [(p, _like(p, grad)) for p,grad in pairs if grad is not None]
+    self._saved = dict(state.get('theirs', {})) # The gradients themselves are put back by whoever loads
 
 # %% ../../nbs/train/20_accumulation.ipynb #f883cfe5
 def _first_of(state): return 1. if state['first'] is None else float(state['first']) or 1.

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.clipping import ClipGradCB
 from isaac_loop.metrics.metrics import MetricsCB
@@ -550,3 +552,106 @@ def test_batches_beyond_the_length_that_was_known_are_gathered_as_the_others():
 
     trainer.fit(1, valid=False, callbacks=after_step)
     assert seen == [3, 7, 11, 15]
+
+
+class CriticCB:
+    "A network beside the model, with an optimizer of its own, that learns through the loss of the model"
+
+    on_valid = False
+
+    def __init__(self, step="after_step", set_to_none=True):
+        self.set_to_none = set_to_none
+        setattr(self, step, self.learn)
+
+    def before_fit(self, trainer):
+        torch.manual_seed(5)
+        self.net = nn.Linear(3, 1).double()
+        self.opt = optim.SGD(self.net.parameters(), 0.1)
+
+    def after_get_loss(self, trainer):
+        x, y = trainer.batch
+        trainer.loss = trainer.loss + F.mse_loss(self.net(x), y)
+
+    def learn(self, trainer):
+        self.opt.step()
+        self.opt.zero_grad(set_to_none=self.set_to_none)
+
+
+class OwnCritic(Trainer):
+    "The same as attributes of the trainer"
+
+    def before_fit(self):
+        torch.manual_seed(5)
+        self.net = nn.Linear(3, 1).double()
+        self.opt_c = optim.SGD(self.net.parameters(), 0.1)
+
+    def after_get_loss(self):
+        CriticCB.after_get_loss(self, self)
+
+    def after_step(self):
+        self.opt_c.step()
+        self.opt_c.zero_grad()
+
+
+def with_critic(batches, *callbacks, cls=Trainer, n_epochs=2):
+    t = cls(DataLoaders(batches), F.mse_loss, optim.SGD, make_model(), [BasicTrainCB(), *callbacks])
+    t.fit(n_epochs, lr=0.1, valid=False)
+    return [*t.model.parameters(), *(t if cls is OwnCritic else t.CriticCB).net.parameters()]
+
+
+def are_close(one, other):
+    return all(map(torch.allclose, one, other))
+
+
+SIZES = [5, 3, 4, 8, 4]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_network_beside_the_model_gets_the_gradient_of_the_big_batch(set_to_none):
+    big = with_critic(cut(make_data(), [8, 12, 4]), CriticCB())
+    critic = CriticCB(set_to_none=set_to_none)
+    assert are_close(with_critic(cut(make_data(), SIZES), critic, AccumulationCB(2)), big)
+
+
+def test_a_second_network_of_the_trainer_gets_the_gradient_of_the_big_batch_and_is_not_clipped():
+    big = with_critic(cut(make_data(), [8, 12, 4]), cls=OwnCritic)
+    assert are_close(with_critic(cut(make_data(), SIZES), AccumulationCB(2), cls=OwnCritic), big)
+    clipped = with_critic(cut(make_data(), SIZES), AccumulationCB(2), ClipGradCB(1e-3), cls=OwnCritic)
+    assert are_close(clipped[-2:], big[-2:]) and not are_close(clipped[:-2], big[:-2])
+
+
+@pytest.mark.parametrize("step", ["after_backward", "after_batch"])
+def test_a_network_beside_the_model_that_steps_after_each_batch_is_left_alone(step):
+    batches = cut(make_data(), [4] * 6)
+    alone, gathered = (with_critic(batches, CriticCB(step), *cbs) for cbs in ((), (AccumulationCB(2),)))
+    assert all(map(torch.equal, alone[-2:], gathered[-2:]))
+
+
+def test_a_network_that_goes_backward_by_itself_before_a_window_has_that_part_undivided():
+    class AheadCB(CriticCB):
+        def before_epoch(self, trainer):
+            x, y = make_data()
+            F.mse_loss(self.net(x), y).backward()
+
+    AheadCB.name = "CriticCB"
+    big = with_critic(cut(make_data(), [8, 12, 4]), AheadCB())
+    assert are_close(with_critic(cut(make_data(), SIZES), AheadCB(), AccumulationCB(2)), big)
+
+
+def test_a_run_that_goes_on_in_a_window_knows_what_weighs_in_the_gradients_of_others(tmp_path):
+    def run(folder, *others):
+        save = CheckpointCB(folder, every=1)
+        cbs = CriticCB(), AccumulationCB(3), save, *others
+        dls = DataLoaders(exact_loader(list(zip(*make_data())), 5, seed=3))
+        t = Trainer(dls, F.mse_loss, optim.SGD, make_model(), [BasicTrainCB(), *cbs])
+        t.fit(2, lr=0.1, valid=False)
+        return [*t.model.parameters(), *t.CriticCB.net.parameters()]
+
+    def before_batch(trainer):
+        if (trainer.epoch, trainer.batch_num) == (1, 2):
+            raise KeyboardInterrupt
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", before_batch)
+    assert all(map(torch.equal, run(tmp_path / "cut"), whole))
