@@ -6,7 +6,8 @@
 __all__ = ['MEDIA', 'History']
 
 # %% ../../nbs/loop/30_history.ipynb #8673937e
-from collections.abc import Sequence
+import copy
+from collections.abc import MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,8 +26,15 @@ _NO_ROW = ('The history has no row yet: that of this epoch is begun by whoever w
            '`order`. Read rows in `log`, or ask `if trainer.history`.')
 
 def _kept(value):
-    "`value`; of a tensor, which may change in place and hold a graph, a copy of its own without one"
-    return value.detach().clone() if torch.is_tensor(value) else value
+    "`value`; of what may change in place a copy of its own, and of a tensor one without its graph"
+    if isinstance(value, (int, float, str)): return value
+    if torch.is_tensor(value): return value.detach().clone()
+    if type(value) in (list, tuple): return type(value)(map(_kept, value))
+    if type(value) is dict: return {k: _kept(o) for k,o in value.items()}
+    is_open = isinstance(value, _CONTAINERS) or (hasattr(value, '__array__') and hasattr(value, 'copy'))
+    return copy.copy(value) if is_open else value
+
+_CONTAINERS = MutableSequence,MutableSet,MutableMapping
 
 class History(Sequence):
     "One row (a dict) per epoch: `fit`, `epoch`, and whatever callbacks write"

@@ -9,6 +9,7 @@ import html
 import math
 import re
 import tracemalloc
+from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,6 +111,30 @@ def test_a_row_keeps_what_a_tensor_was_and_not_what_becomes_of_it_nor_its_graph(
         history.write(running=running, loss=2 * weight)
     assert history["running"] == [1, 2, 3]
     assert not any(loss.requires_grad for loss in history["loss"])
+
+
+@pytest.mark.parametrize(
+    "value, change",
+    [
+        ([1], lambda o: o.append(2)),
+        (dict(a=[1]), lambda o: o["a"].append(2)),
+        (([1], 2), lambda o: o[0].append(2)),
+        ({1}, lambda o: o.add(2)),
+        (deque([1], 3), lambda o: o.append(2)),
+        (defaultdict(int, a=1), lambda o: o.update(a=2)),
+        (np.ones(2), lambda o: o.fill(2)),
+        ([torch.ones(2)], lambda o: o[0].fill_(2)),
+    ],
+)
+def test_a_row_keeps_what_a_container_held_and_not_what_becomes_of_it(value, change):
+    history, was = History(), str(value)
+    history.start_epoch(0)
+    history.write(values=value)
+    change(value)
+    history.start_epoch(1)
+    history.write(values=value)
+    assert list(map(str, history["values"])) == [was, str(value)] and was != str(value)
+    assert type(history["values"][0]) is type(value)
 
 
 def test_a_wrong_column_is_answered_with_the_near_one():
