@@ -15,6 +15,7 @@ from ..basics.settings import show_settings
 from ..loop.events import CancelException, CancelStepException, Order, replaces
 from ..loop.optimizer import one_optimizer
 from ..train.closures import refuse_closure
+from ..train.optimizer_options import parameters_beside
 
 # %% ../../nbs/device/20_precision.ipynb #5fc9759b
 _ONE_FACTOR = ', and a scaler has one factor for all'
@@ -44,6 +45,7 @@ class MixedPrecisionCB:
         self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=scales)
         nothing = torch.zeros((), device=self._device)
         if trainer.ranks.size > 1: self.scaler.scale(nothing) # A process may have no loss to begin with
+        self._others,self._scaled = None,() # Parameters of others, and those that get a scaled gradient
         self._unscaled = False
 
 # %% ../../nbs/device/20_precision.ipynb #dfba8f07
@@ -78,22 +80,50 @@ def cleanup_get_loss(self:MixedPrecisionCB, trainer):
     self._exit()
 
 # %% ../../nbs/device/20_precision.ipynb #cf924924
+_SCALED = ('`{path}` has got a gradient through `trainer.loss`, which `MixedPrecisionCB` scales, and '
+           'only the gradients in `trainer.{opt}` are divided by the scale again: an optimizer of its own '
+           'would step much too far. Put it into a group of `trainer.{opt}`, divide its gradient by '
+           "`scaler.get_scale()` of this callback, or use 'bfloat16'.")
+
+def _place_of(grad): return [None, None] if grad is None else [id(grad), grad._version]
+
+def _gradients_beside(cb, trainer):
+    "What gradients the parameters have that no scaler's optimizer holds, by path"
+    if not cb.scaler.is_enabled(): return ()
+    names = {o.opt for o in trainer.callbacks if isinstance(o, MixedPrecisionCB)}
+    opts = [getattr(trainer, name, None) for name in names]
+    held = {id(p) for opt in opts for group in getattr(opt, 'param_groups', ()) for p in group['params']}
+    found = parameters_beside(trainer).items()
+    return [(path, p, *_place_of(p.grad)) for path,p in found if id(p) not in held]
+
+@patch
+def _warn_of_scaled(self:MixedPrecisionCB):
+    "Say once in a fit whose scaled gradient is still there when a step comes"
+    there = [path for path,p,grad in self._scaled if grad is not None and p.grad is grad]
+    self._scaled = ()
+    if there: warn(_SCALED.format(path=there[0], opt=self.opt))
+
 @patch
 def before_backward(self:MixedPrecisionCB, trainer):
     "Scale the loss"
     self._loss = trainer.loss
     trainer.loss = self.scaler.scale(trainer.loss)
+    if self._others is None: self._others = _gradients_beside(self, trainer)
 
 @patch
 def cleanup_backward(self:MixedPrecisionCB, trainer):
     "Put the true loss back"
     loss,self._loss = self._loss,None
     if loss is not None: trainer.loss = loss
+    if not self._others: return
+    self._scaled = [(path, p, p.grad) for path,p,*before in self._others if _place_of(p.grad) != before]
+    self._others = ()
 
 @patch
 def before_step(self:MixedPrecisionCB, trainer):
     "Un-scale the gradients, so that whoever clips them sees the true ones"
     if not self.scaler.is_enabled(): return
+    if self._scaled: self._warn_of_scaled()
     self.scaler.unscale_(one_optimizer(trainer, self.opt, type(self).__name__))
     self._unscaled = True
 

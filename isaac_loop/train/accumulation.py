@@ -18,10 +18,9 @@ from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..loop.handlers import has_own_batch
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offering
-from ..state.run_parts import held_parameters, parts_of
 from .closures import refuse_closure
 from .example_losses import reduction_of
-from .optimizer_options import parameters_of
+from .optimizer_options import parameters_beside, parameters_of
 from ..basics.tensors import batch_weight
 from ..basics.old_names import old_words
 
@@ -189,17 +188,10 @@ class _Theirs:
         self.grad.div_(weight)
         if self.old is not None: self.grad.add_(self.old.to(self.grad.device))
 
-def _parameters_beside(trainer, own):
-    "Parameters of the trainer's other modules, and of what callbacks hold, by path"
-    known = {id(p) for p in own}
-    modules = parts_of(trainer, torch.nn.Module)
-    found = {f'trainer.{k}.{name}': p for k,m in modules.items() for name,p in m.named_parameters()}
-    return {path: p for path,p in (found | held_parameters(trainer)).items() if id(p) not in known}
-
 @patch
 def _look_beside(self:AccumulationCB, trainer):
     "See which gradients of others are there before a backward pass; who the others are is asked once a pass"
-    if self._beside is None: self._beside = _parameters_beside(trainer, self._params())
+    if self._beside is None: self._beside = parameters_beside(trainer)
     for path,p in self._beside.items():
         if path in self._saved: self._theirs[path] = _Theirs(p, *self._saved.pop(path))
         elif path in self._theirs: self._theirs[path].begin()

@@ -8,6 +8,8 @@ __all__ = []
 # %% ../../nbs/train/70_optimizer_options.ipynb #529a5aac
 import torch
 
+from ..state.run_parts import held_parameters, parts_of
+
 # %% ../../nbs/train/70_optimizer_options.ipynb #39b7451d
 def _groups_of(trainer): return getattr(getattr(trainer, 'opt', None), 'param_groups', ())
 
@@ -16,6 +18,13 @@ def parameters_of(trainer):
     params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
     params += [p for group in _groups_of(trainer) for p in group['params']]
     return list({id(p): p for p in params}.values())
+
+def parameters_beside(trainer):
+    "All others by path: of the trainer's other modules, and of what callbacks hold"
+    known = {id(p) for p in parameters_of(trainer)}
+    modules = parts_of(trainer, torch.nn.Module)
+    found = {f'trainer.{k}.{name}': p for k,m in modules.items() for name,p in m.named_parameters()}
+    return {path: p for path,p in (found | held_parameters(trainer)).items() if id(p) not in known}
 
 # %% ../../nbs/train/70_optimizer_options.ipynb #24b1071d
 def _copied(value): return value.clone() if torch.is_tensor(value) else value

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.device.precision import MixedPrecisionCB
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.clipping import ClipGradCB
 from isaac_loop.metrics.metrics import MetricsCB
@@ -655,3 +656,11 @@ def test_a_run_that_goes_on_in_a_window_knows_what_weighs_in_the_gradients_of_ot
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut", before_batch)
     assert all(map(torch.equal, run(tmp_path / "cut"), whole))
+
+
+@pytest.mark.parametrize("step, warns", [("after_step", True), ("after_backward", False)])
+def test_a_network_that_would_step_with_scaled_gradients_is_named_once(step, warns, recwarn):
+    critic, batches = CriticCB(step), cut(make_data(), SIZES)
+    with_critic(batches, critic, MixedPrecisionCB("float16", init_scale=8.0))
+    told = [str(o.message) for o in recwarn if "`CriticCB.net.weight` has got a gradient" in str(o.message)]
+    assert len(told) == warns
