@@ -896,8 +896,8 @@ MUTANTS = [
     Mutant(
         "how hard a dataset has become is forgotten",
         "_add_readers",
-        "if not _is_users(x): continue",
-        "continue",
+        "if is_users(x): found[where] = x",
+        "pass",
         ["test_a_dataset_that_gets_harder_goes_on_as_hard_as_it_was"],
     ),
     Mutant(

@@ -24,7 +24,7 @@ def _filled(now, x, device=None):
     "A buffer with the values of `x`: `now` itself, if they fit"
     if _shape(x) is None: return x
     if _shape(now) == x.shape: return now.copy_(x)
-    return x.detach().to(device or x.device, copy=True)
+    return x.clone().to(device or x.device)
 
 @torch.no_grad()
 def put_unsaved(
@@ -49,7 +49,10 @@ def copy_buffers(
     like, # Has the buffers
 ):
     "Let `module` have the buffers that `like` has"
-    for part,other in _both(module, like):
+    parts = dict(module.named_modules())
+    for path,other in like.named_modules():
+        if path not in parts: continue
+        part = parts[path]
         own = part._buffers
         for name in own.keys() - other._buffers.keys(): del own[name]
         for name,x in other._buffers.items(): own[name] = _filled(own.get(name), x)
