@@ -51,8 +51,9 @@ def keepers_in(
     return found
 
 def _keeps(x, is_called):
-    if isinstance(x, FunctionType): return not is_installed(str(x.__module__))
-    if isinstance(x, partial): return is_called and bool(x.keywords) and not is_installed(_module_of(x.func))
+    kind = type(x)
+    if issubclass(kind, FunctionType): return not is_installed(str(x.__module__))
+    if issubclass(kind, partial): return is_called and bool(x.keywords) and not is_installed(_module_of(x.func))
     return is_called and is_users(x) and not isinstance(x, _SAVED_ELSEWHERE)
 
 def as_key(k): return repr(k) if type(k) in SIMPLE else type(k).__name__ # Others may not print
@@ -60,13 +61,15 @@ def as_key(k): return repr(k) if type(k) in SIMPLE else type(k).__name__ # Other
 def _module_of(f): return str(getattr(f, '__module__', None) or type(f).__module__)
 
 def _ways(path, x, given):
-    if isinstance(x, MethodType): return [(path, x.__self__, True)]
-    if isinstance(x, partial): return [(f'{path}.func', x.func, True)]
-    if isinstance(x, FunctionType): return [(f'{path}.{k}', o, True) for k,o in _closed_over(x)]
-    if type(x) not in (list, tuple, dict) or len(x) > FEW: return []
+    kind = type(x) # `isinstance` asks an object that may fail
+    if issubclass(kind, MethodType): return [(path, x.__self__, True)]
+    if issubclass(kind, partial): return [(f'{path}.func', x.func, True)]
+    if issubclass(kind, FunctionType): return [(f'{path}.{k}', o, True) for k,o in _closed_over(x)]
+    if kind not in (list, tuple, dict) or len(x) > FEW: return []
     pairs = x.items() if type(x) is dict else enumerate(x)
     return [(f'{path}[{as_key(k)}]', o, given and callable(o)) for k,o in pairs]
 
 def _closed_over(f):
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    return [(k, o.cell_contents) for k,o in cells if o != CellType() and isinstance(o.cell_contents, _CALLED)]
+    filled = [(k, o.cell_contents) for k,o in cells if o != CellType()]
+    return [(k, x) for k,x in filled if issubclass(type(x), _CALLED)]

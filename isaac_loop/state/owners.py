@@ -62,7 +62,7 @@ def _of_library(callback, name):
     if package != 'isaac_loop' or rest.startswith('log.'): return {} # Logs belong to the world outside
     own = {k: o for k,o in attributes_of(callback).items() if k[0] != '_' and k not in _OF_LIBRARY}
     held = keepers_in({f'{name}.{k}': o for k,o in own.items()}, given=True)
-    schedule = _of_schedule(f'{name}.scheduler', getattr(callback, 'scheduler', None))
+    schedule = _of_schedule(f'{name}.scheduler', getattr(callback, '__dict__', {}).get('scheduler'))
     return {path: (o, unasked(o)) for path,o in held.items()} | schedule
 
 _OF_LIBRARY = 'metrics','scheduler' # Metrics begin anew with each pass
@@ -72,7 +72,7 @@ def _of_schedule(path, x):
     if not isinstance(x, LRScheduler): return {}
     own = attributes_of(x)
     inner = own.get('_schedulers') if isinstance(own.get('_schedulers'), list) else []
-    found = {k: o for i,one in enumerate(inner) for k,o in _of_schedule(f'{path}[{i}]', one).items()}
+    found = {k: part for i,one in enumerate(inner) for k,part in _of_schedule(f'{path}[{i}]', one).items()}
     functions = keepers_in({f'{path}.lr_lambdas': own.get('lr_lambdas')}, given=True)
     found |= {k: (o, unasked(o)) for k,o in functions.items()}
     if is_installed(type(x).__module__) or unasked(x) is True: return found
@@ -112,7 +112,7 @@ _OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Nobody saves these: a callbac
 
 def _data_of(dl):
     "The dataset of a loader, and those in a subset or a chain of them: what a run reads, however large"
-    if isinstance(dl, ConcatDataset): return [o for data in dl.datasets for o in (data, *_data_of(data))]
+    if isinstance(dl, ConcatDataset): return [x for data in dl.datasets for x in (data, *_data_of(data))]
     data = getattr(dl, 'dataset', None)
     return [data, *_data_of(data)] if isinstance(data, (Subset, ConcatDataset)) else [data]
 
@@ -282,7 +282,7 @@ def _hooks_of(model):
     named = [(f'model.{path}'.rstrip('.'), m) for path,m in model.named_modules()]
     kinds = '_forward_pre_hooks','_forward_hooks'
     hooks = [(f'{path}.{k}', vars(m)[k].values()) for path,m in named for k in kinds]
-    return {f'{path}[{i}]': o for path,some in hooks for i,o in enumerate(some)}
+    return {f'{path}[{i}]': hook for path,some in hooks for i,hook in enumerate(some)}
 
 def _add_modules(found, name, root):
     "Add modules with their paths; a hidden state may come with the first batch"

@@ -109,7 +109,7 @@ def _content(cell):
 
 def _names(code):
     "All names in a piece of code that it does not define"
-    inner = [name for o in code.co_consts if isinstance(o, types.CodeType) for name in _names(o)]
+    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
     return [*code.co_names, *code.co_freevars, *inner]
 
 # %% ../../../nbs/inspection/plain_script/10_callback_source.ipynb #8fcf6dd7
@@ -121,7 +121,7 @@ def check_span(
     trainer, # Whose method it is
 ):
     "Refuse a method with callbacks around it that have something to do there; those of a batch are known"
-    methods = [o for cls in type(trainer).__mro__ for o in vars(cls).values() if hasattr(o, 'span')]
+    methods = [f for cls in type(trainer).__mro__ for f in vars(cls).values() if hasattr(f, 'span')]
     span = next((o.span for o in methods if plain_function(o) is f), None)
     is_batch = plain_function(getattr(type(trainer), 'one_batch', None)) is f and span.name == 'batch'
     if span is None or is_batch: return
@@ -140,9 +140,9 @@ def _ends(trainer, span):
     "Who speaks of an exception that ends a span, in words"
     for owner in (*trainer.callbacks, trainer):
         held = [owner] if isinstance(owner, types.FunctionType) else _methods(type(owner))
-        found = next((o for f in map(plain_function, held) for o in mentioned(f, span.exception)), None)
+        found = next((kind for f in map(plain_function, held) for kind in mentioned(f, span.exception)), None)
         if found: return f'`{callback_name(owner)}` may end it by `{found.__name__}`'
 
 def _methods(kind):
     "What a class holds; of a trainer only what subclasses have added"
-    return [o for cls in kind.__mro__ if not issubclass(Trainer, cls) for o in vars(cls).values()]
+    return [held for cls in kind.__mro__ if not issubclass(Trainer, cls) for held in vars(cls).values()]

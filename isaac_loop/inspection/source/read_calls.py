@@ -12,7 +12,8 @@ from types import ModuleType
 from torch.optim import Optimizer
 
 from .known_calls import COMPUTED, COPIES, FILLING, PARTS, PASSED, changed
-from .known_calls import BY_CLASS, deeds, is_optimizer, longer, moved_by, of_weights, shared
+from .known_calls import BY_CLASS, deeds, is_optimizer, longer
+from .known_calls import moved_by, of_weights, shared
 from .method_source import to_follow
 from .read_assignments import part_of_model
 from .read_expressions import Attributes
