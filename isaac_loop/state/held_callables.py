@@ -53,7 +53,8 @@ def keepers_in(
 def _keeps(x, is_called):
     kind = type(x)
     if issubclass(kind, FunctionType): return not is_installed(str(x.__module__))
-    if issubclass(kind, partial): return is_called and bool(x.keywords) and not is_installed(_module_of(x.func))
+    if issubclass(kind, partial):
+        return is_called and bool(x.keywords) and not is_installed(_module_of(x.func))
     return is_called and is_users(x) and not isinstance(x, _SAVED_ELSEWHERE)
 
 def as_key(k): return repr(k) if type(k) in SIMPLE else type(k).__name__ # Others may not print
