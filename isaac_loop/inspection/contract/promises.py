@@ -216,8 +216,7 @@ def resume(evidence):
                                          outcome(gone_on.trainer, gone_on.callbacks))
             found = {k: both for k,both in found.items() if _counts(k, both, saved.callbacks)}
             if not found: continue
-            why = _MODES if is_broken('modes', evidence) else _OUTSIDE
-            return [_lost(saved, gone_on, found, f'after batch {done-1} of epoch {epoch}', warned, why)]
+            return [_lost(saved, gone_on, found, f'after batch {done-1} of epoch {epoch}', warned)]
     if not has_state: raise NotTried('has no state')
     return []
 
@@ -240,23 +239,14 @@ def _may_be_forgotten(name, callbacks):
         if said is not True and any(name == f'`{callback_name(cb)}.{k}`' for k in names): return True
     return False
 
-def is_broken(
-    name:str, # Of a promise
-    evidence, # What it is judged by
-)->bool:
-    "Whether another promise is broken, too"
-    try: return any(fault.counts for fault in PROMISES[name][1](evidence))
-    except NotTried: return False
-
-def _lost(saved, gone_on, found, where, warned, why):
+def _lost(saved, gone_on, found, where, warned):
     "The fault of a run that went on as another one"
     lost = unlike(saved.held, gone_on.held) if gone_on.held is not None else {}
     what = told(found, 'in one run', 'in the one that went on')
     if lost: return Fault(f'{where}, {told(lost, "when it was saved", "when it went on")}; so {what}')
     notes = [str(o.message) for o in warned if 'cannot be kept in a checkpoint' in str(o.message)]
-    return Fault(f'gone on {where}, {what}. {notes[0] if notes else why}')
+    return Fault(f'gone on {where}, {what}. {notes[0] if notes else _OUTSIDE}')
 
-_MODES = 'Perhaps only because `modes` is broken, see there; mend that first.'
 _OUTSIDE = 'Is there state outside of its attributes, in a closure or a global variable?'
 
 # %% ../../../nbs/inspection/contract/40_promises.ipynb #ba7ec9b6
