@@ -18,40 +18,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .errors import ResumeMismatch, UnsaveableState
 from ..data.random_generators import drawn_from, set_drawn
-from .change_marks import CONTAINERS, HELD, SIMPLE, Code, Mark, Marker, Same
+from .change_marks import CONTAINERS, HELD, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, part_of
+from .filled_objects import Filler, is_numeric, is_still
 from .plain_state import plain
 from .run_state import load_opt
-
-# %% ../../nbs/state/33_changed_values.ipynb #163e4498
-def is_array(x): return 'numpy' in sys.modules and isinstance(x, sys.modules['numpy'].ndarray)
-def is_numeric(x): return isinstance(x, torch.Tensor) or is_array(x)
-
-_FILLED = list,dict,set,deque,array,bytearray
-
-class KnownMark(Mark):
-    "A mark that knows its object"
-    __slots__ = ('of',)
-    def __init__(self, mark, x):
-        super().__init__(mark.who, mark.value, mark.parts)
-        self.of = Same(x)
-
-class Knower(Marker):
-    "Makes marks that know what can be filled later; `met` has these objects by `id`"
-    def __init__(self, world):
-        super().__init__(world)
-        self.met = {}
-
-    def _mark(self, x):
-        mark = super()._mark(x)
-        if not (is_numeric(x) or isinstance(x, _FILLED)): return mark
-        known = KnownMark(mark, x)
-        self.met[id(x)] = known.of
-        return known
-
-def _is_still(x, begin, ready):
-    "Whether `x` is the object that `before_fit` left in its place"
-    return getattr(begin if ready is None else ready, 'of', None) == Same(x)
 
 # %% ../../nbs/state/33_changed_values.ipynb #2b0b88c5
 _KIND = '__own__' # The key of a dict that says how a value is put back
@@ -188,7 +159,7 @@ class Keeper:
 
     def _whose(self, x, made, begin, ready):
         "`made` of `x`, with a note if that is the object of the beginning, and if it has several names"
-        if _is_still(x, begin, ready): made = {_KIND: 'same', 'value': made}
+        if is_still(x, begin, ready): made = {_KIND: 'same', 'value': made}
         has_content = is_numeric(x) or (isinstance(x, HELD) and not _is_hashable(x))
         if id(x) not in self.marker.shared or not has_content: return made
         return {_KIND: 'shared', 'number': self.numbers.setdefault(id(x), len(self.numbers)), 'value': made}
@@ -248,71 +219,6 @@ class Keeper:
         made = {_KIND: 'like', 'value': values} | _whose(x) | _as_made(x)
         if not (_can_be_made(made) or _was_of(type(x), (begin, ready))): raise Unkept
         return made
-
-# %% ../../nbs/state/33_changed_values.ipynb #94cc4354
-def _memory_of(x):
-    "Where the memory begins that a tensor lies in, or None"
-    usual = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided and x.numel()
-    return x.untyped_storage().data_ptr() if usual else None
-
-def _is_like(x, new):
-    "Whether a tensor can have the values of another one"
-    if not torch.is_tensor(new) or type(x) not in (torch.Tensor, nn.Parameter) or not x.is_leaf: return False
-    facts = lambda t: (t.shape, t.dtype, t.device, t.layout)
-    return facts(x) == facts(new)
-
-def _fill_array(x, new):
-    is_like = type(x) is type(new) and (x.dtype, x.shape) == (new.dtype, new.shape)
-    if not (is_like and x.flags.writeable): return False
-    x[...] = new
-    return True
-
-def _fill_container(x, new):
-    if new is x: return True
-    kind = lambda o: (type(o), getattr(o, 'maxlen', None), getattr(o, 'typecode', None))
-    if kind(x) != kind(new): return False
-    if isinstance(x, (array, bytearray)): x[:] = new
-    else:
-        x.clear()
-        (x.extend if isinstance(x, (list, deque)) else x.update)(new)
-    return True
-
-class Filler:
-    "Gives objects the content of others"
-    def __init__(self): self.filled,self.homes,self.views = {},{},{}
-
-    def fill(self, x, new):
-        "Let `x` have the content of `new`; returns whether it could"
-        if id(x) in self.filled: return False
-        fill = self._tensor if torch.is_tensor(x) else _fill_array if is_array(x) else _fill_container
-        if not fill(x, new): return False
-        self.filled[id(x)] = x # Held, so that its `id` stays
-        return True
-
-    @torch.no_grad()
-    def _tensor(self, x, new):
-        if not _is_like(x, new): return False
-        memory = _memory_of(new)
-        try:
-            if memory in self.views: x.data = new.detach()
-            else: x.copy_(new)
-        except RuntimeError: return False # Its values are one, seen many times, or it was made by inference
-        if memory is not None: self.homes[memory] = x,new
-        return x.requires_grad_(new.requires_grad) is x
-
-    @torch.no_grad()
-    def given(self, x):
-        "A tensor that takes the place of another one: itself, or one in the memory that was filled"
-        memory = _memory_of(x)
-        if memory not in self.homes or type(x) is not torch.Tensor:
-            if memory is not None: self.views[memory] = x
-            return x
-        home,source = self.homes[memory]
-        if home.stride() != source.stride() or home.dtype != x.dtype: return x
-        offset = x.storage_offset()+home.storage_offset()-source.storage_offset()
-        try: made = home.detach().as_strided(x.shape, x.stride(), offset)
-        except RuntimeError: return x # The memory ends before
-        return made.copy_(x).requires_grad_(x.requires_grad)
 
 # %% ../../nbs/state/33_changed_values.ipynb #1c361a6b
 _NOTHING = object()

@@ -19,7 +19,8 @@ from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .array_views import part_views
-from .changed_values import ANEW, Keeper, Knower, Putter, Unkept, is_plain, value_in
+from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, value_in
+from .filled_objects import Knower
 from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
