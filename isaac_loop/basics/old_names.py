@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/basics/12_old_names.ipynb #253120f2
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import signature
 from typing import TypeVar
 
@@ -91,7 +91,7 @@ OF_TRAINER = {
     'losses_batch': '`trainer.history.batches`',
     'losses_epoch': '`trainer.history.rows`', 'metrics_epoch': '`trainer.history.rows`',
     # Callbacks
-    'cbs': '`trainer.callbacks`',
+    'cbs': '`trainer.callbacks`', 'compare': '`compare(trainer, other)`, a function',
     'add_cb': '`trainer.add_callback(callback)`', 'add_cbs': '`trainer.add_callbacks(callbacks)`',
     'remove_cb': '`trainer.remove_callback(callback)`',
     'remove_cbs': '`trainer.remove_callbacks(callbacks)`',
@@ -251,6 +251,23 @@ def _without(cls, words):
         raise AttributeError(f'`{name}` has no attribute `{word}`.{hint}', name=word, obj=self)
     __getattr__.only_tells = True # It has no attributes of its own to give
     return __getattr__
+
+@lru_cache(maxsize=4096)
+def only_tells(
+    kind:type, # Any class
+)->bool: # Also if it has no `__getattr__`
+    "Whether the `__getattr__` of a class and of its bases have words alone to give"
+    looks = [vars(c)['__getattr__'] for c in kind.__mro__ if '__getattr__' in vars(c)]
+    return all(getattr(look, 'only_tells', False) for look in looks)
+
+def attribute_or_none(
+    x, # Any object
+    name:str, # Of an attribute that most do not have
+): # None without it
+    "An attribute of `x`, quickly: where words were all that is to be had, nobody puts them together"
+    kind = type(x)
+    is_there = hasattr(kind, name) or not hasattr(kind, '__getattr__') or name in getattr(x, '__dict__', ())
+    return getattr(x, name, None) if is_there or not only_tells(kind) else None
 
 def _refusing(f, name, words):
     "`f`, but a keyword among the `words` is refused"

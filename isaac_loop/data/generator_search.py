@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/data/56_generator_search.ipynb #eeef615d
 from functools import lru_cache
+from itertools import compress, filterfalse
 from operator import is_, itemgetter
 from types import BuiltinMethodType, FunctionType, MethodType
 
@@ -78,6 +79,9 @@ def _taking(places):
     if len(places) > 1: return itemgetter(*places)
     return lambda x: [x[i] for i in places]
 
+@lru_cache(maxsize=4096)
+def _may_have_to_stay(kind): return issubclass(kind, _DRESSED) or not is_end(kind)
+
 def _has_to_stay(x): return issubclass(type(x), _DRESSED) or not _leads_nowhere(x)
 
 class Noted:
@@ -86,7 +90,8 @@ class Noted:
         held:list, # Objects
         fixed=(), # The `id` of containers that are never exchanged
     ):
-        self.stay = [i for i,x in enumerate(held) if id(x) in fixed or _has_to_stay(x)]
+        places = compress(range(len(held)), map(_may_have_to_stay, map(type, held)))
+        self.stay = [i for i in places if id(held[i]) in fixed or _has_to_stay(held[i])]
         self.those_that_stay = _taking(self.stay)
         self.stayed = self.those_that_stay(held)
         self._note_kinds(held)
@@ -94,7 +99,7 @@ class Noted:
     def _note_kinds(self, held):
         "Note the classes, and which objects have to be looked into each time"
         self.kinds,stay = list(map(type, held)),set(self.stay)
-        changing = [i for i,kind in enumerate(self.kinds) if i not in stay and not is_end(kind)]
+        changing = [i for i in filterfalse(stay.__contains__, range(len(held))) if not is_end(self.kinds[i])]
         self.containers = _taking(changing)
         self.leads_on = not all(self.kinds[i] in HELD for i in changing)
 
@@ -125,10 +130,10 @@ def _is_fixed(x):
 
 def _not_fixed(met):
     "Those that may lead elsewhere"
-    fixed = [x for x in met if _is_fixed(x)]
+    fixed,others = [],[]
+    for x in met: (fixed if _is_fixed(x) else others).append(x)
     in_fixed = {id(part) for x in fixed for part in _asked(x)} # Those ask nobody
-    is_asked = lambda x: _leads_nowhere(x) and id(x) not in in_fixed
-    return [x for x in met if not (_is_fixed(x) or is_asked(x))]
+    return [x for x in others if id(x) in in_fixed or not _leads_nowhere(x)]
 
 def _kept_by_modules(met):
     "The dicts that a module never exchanges"

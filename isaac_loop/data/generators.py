@@ -22,7 +22,7 @@ from ..loop.fitting import private_state
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
 def _reached(roots, is_wanted, ends=(), read=None, met=None):
     "What is wanted, from pairs of path and object, each time; `met` gets what lies on the way"
-    near,far = deque(roots),deque()
+    near,far = deque([pair for pair in roots if not is_end(type(pair[1]))]),deque()
     n,seen,read = 0,{},{} if read is None else read
     while (near or far) and n < MANY:
         path,x = (near or far).popleft()

@@ -26,7 +26,7 @@ from ..train.training import NBatchCB
 def run_over(trainer, dl, callbacks, called, see_all=False):
     "Run over one data set; its row of the history, and why somebody has asked to stop"
     of_training = trainer.callbacks
-    with trainer.side_run(callbacks) as side, attributes_kept(side, of_training):
+    with trainer.side_run(callbacks, again=True) as side, attributes_kept(side, of_training):
         ordered,rows = in_order(chosen_loader(side.dls, dl))
         if see_all: rows = None
         with shared_rows(side.ranks, ordered, rows) as read:

@@ -11,6 +11,8 @@ from enum import IntEnum
 from functools import partial, wraps
 from types import FunctionType, MethodType, ModuleType
 
+from ..basics.old_names import attribute_or_none
+
 # %% ../../nbs/loop/10_events.ipynb #8c5decf8
 class CancelException(Exception): "Leave a part of the loop early, on purpose; the text says why"
 class CancelFitException(CancelException): "Leave the whole fit now"
@@ -136,7 +138,7 @@ def members(
     callback, # Any callback
 ): # What it holds in `callbacks`; None if it is no group
     "The callbacks that `callback` brings along, if it is a group"
-    try: found = getattr(callback, 'callbacks', None)
+    try: found = attribute_or_none(callback, 'callbacks')
     except Exception as e:
         e.add_note(f'raised by `{type(callback).__name__}` when asked whether it has `callbacks`. {FOREIGN}')
         raise

@@ -46,6 +46,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _plain_dls=False, # In a pass with the usual `split` the loaders, which say what of a batch is input
         _split=(object(), None, None), # The last batch that a user's function took apart, and how
         _side_runs=0, # How many runs on the side are open, one inside the other
+        _comes_again=False, # Does the open one come again in this fit, with the same callbacks?
         _aside={}, # Random numbers of the last run on the side: where they began, and where they ended
         _written={}, # By `id`, tensors that evaluations were seen to write to
         _own_state=None, # What has changed in callbacks that do not tell, since the fit began
@@ -64,10 +65,12 @@ class KnownInFit(dict):
         key, # Says all that counts for what was found
         callbacks, # For which it was found; held, so that no `id` in the key serves twice
         found, # Anything
+        at_once:bool=False, # Also if they have come for the first time?
     ):
         "Have `found` under `key` if these very callbacks come a second time"
         seen = self.seen.pop(key, ())
-        if len(seen) == len(callbacks) and all(note() is cb for note,cb in zip(seen, callbacks)):
+        come_again = len(seen) == len(callbacks) and all(note() is cb for note,cb in zip(seen, callbacks))
+        if at_once or come_again:
             if len(self) >= _MOST: self.clear()
             self[key] = found,list(callbacks)
             return
@@ -186,7 +189,7 @@ def _build_plan(trainer):
     key = places_of(callbacks, plan.events) if keeps else None
     if keeps and key in known: return plan.take(*known[key][0])
     plan.build(callbacks)
-    if keeps: known.keep(key, callbacks, plan.taken())
+    if keeps: known.keep(key, callbacks, plan.taken(), trainer._comes_again)
 
 @contextmanager
 def one_fit(

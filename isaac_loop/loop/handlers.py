@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/loop/22_handlers.ipynb #f3402eed
 from numbers import Real
 
+from ..basics.old_names import only_tells
 from .events import EVENTS, Order, ROW_EVENTS, SPANS, Span
 from .events import callback_name, function_name, handler_of, is_replacing
 from .duplicate_steps import TWICE, watched
@@ -110,9 +111,7 @@ def handlers_of(
     "What `callback` does at each of `events` that it answers"
     is_trainer,own = isinstance(callback, TrainersOwn),getattr(callback, '__dict__', ())
     kind = callback.trainer_class if is_trainer else type(callback)
-    looks = () if is_trainer else [vars(c)['__getattr__'] for c in kind.__mro__ if '__getattr__' in vars(c)]
-    may_have_any = not all(getattr(look, 'only_tells', False) for look in looks)
-    if function_name(callback) is None and not may_have_any:
+    if function_name(callback) is None and (is_trainer or only_tells(kind)):
         named = set(own).union(*map(vars, kind.__mro__))
         events = [event for event in events if event in named]
     found = {event: handler_of(callback, event) for event in events}

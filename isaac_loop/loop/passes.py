@@ -224,9 +224,11 @@ def forget(
     *names, # Those that it has are removed
 ):
     "Remove attributes that belong to another batch or pass"
+    own,kind = vars(trainer),type(trainer)
     for name in names:
-        try: delattr(trainer, name)
-        except (AttributeError, KeyError): pass # It has none; asking first would look for a hint
+        if name in own or hasattr(kind, name): # A slot, say; to fail takes longer than to ask
+            try: delattr(trainer, name)
+            except (AttributeError, KeyError): pass # It has none; asking it would look for a hint
 
 @contextmanager
 def one_pass(

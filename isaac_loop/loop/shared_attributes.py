@@ -7,6 +7,7 @@ __all__ = ['OFFERS', 'offering', 'offered']
 
 # %% ../../nbs/loop/80_shared_attributes.ipynb #14719e88
 from ..basics.checks import did_you_mean
+from ..basics.old_names import attribute_or_none
 from .events import callback_name
 
 # %% ../../nbs/loop/80_shared_attributes.ipynb #5a86021d
@@ -143,15 +144,20 @@ def offering(
     name:str, # One of `OFFERS`
 )->list: # Callbacks, in the order of adding
     "The callbacks that offer `name`"
-    if name not in OFFERS: raise LookupError(_UNWRITTEN.format(name=name, hint=did_you_mean(name, OFFERS)))
-    return [cb for cb in trainer.callbacks if getattr(cb, name, None) is not None]
+    return [cb for cb,_ in _offers(trainer, name)]
 
 def offered(
     trainer, # Has `callbacks`
     name:str, # One of `OFFERS`
 )->list: # One value for each callback that has one
     "What the callbacks offer as `name`"
-    return [getattr(cb, name) for cb in offering(trainer, name)]
+    return [value for _,value in _offers(trainer, name)]
+
+def _offers(trainer, name):
+    "Pairs of callback and what it offers"
+    if name not in OFFERS: raise LookupError(_UNWRITTEN.format(name=name, hint=did_you_mean(name, OFFERS)))
+    pairs = [(cb, attribute_or_none(cb, name)) for cb in trainer.callbacks]
+    return [pair for pair in pairs if pair[1] is not None]
 
 # %% ../../nbs/loop/80_shared_attributes.ipynb #030f60dc
 _BOTH = ('`{}` and `{}` both write the column `{}` of training batches, so one would hide the other. Let one '

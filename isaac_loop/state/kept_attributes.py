@@ -11,6 +11,7 @@ from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import compress
 from operator import is_
 from types import CellType, FunctionType, MethodType
 
@@ -157,8 +158,9 @@ class _Held:
             seen[id(x)] = x # Held, so that no `id` is given to another object
             is_module = issubclass(type(x), nn.Module)
             n += not is_module
-            try: todo += self._of_module(x) if is_module else self._of_other(x)
+            try: reached = self._of_module(x) if is_module else self._of_other(x)
             except Exception as e: warn(_UNKEPT.format(type(x).__name__, type(e).__name__, e))
+            else: todo += compress(reached, map(_leads_on, map(type, reached)))
         further = [x for x in todo if _leads_on(type(x)) and id(x) not in seen and not _is_fixed(x)]
         if further: warn(_TOO_MANY.format(_MANY))
 

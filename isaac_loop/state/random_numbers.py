@@ -96,18 +96,19 @@ def _known_of_numpy(read):
         return [dice, source] if tells and type(source) is numpy.MT19937 else None
     return KnownState(read, parts)
 
-def _of_numpy():
+def _of_numpy(copied=True):
     "The state of NumPy's generator"
     state = _known_of_numpy(sys.modules['numpy'].random.get_state)()
-    if isinstance(state, dict): return state # As that of a generator of another kind is, which is read anew
-    kind,words,*rest = state
-    return kind, words.copy(), *rest # Whoever gets it may change it
+    # That of a generator of another kind is a dict, which is read anew
+    return state if isinstance(state, dict) or not copied else (state[0], state[1].copy(), *state[2:])
 
 # %% ../../nbs/state/15_random_numbers.ipynb #9e279c74
-def random_state()->dict: # For `set_random_state`
+def random_state(
+    copied:bool=True, # May whoever gets it change it?
+)->dict: # For `set_random_state`
     "The state of all random numbers: Python's, NumPy's, PyTorch's on every device in use"
     state = {'python': _of_python(), 'torch': torch.get_rng_state()}
-    if 'numpy' in sys.modules: state['numpy'] = _of_numpy()
+    if 'numpy' in sys.modules: state['numpy'] = _of_numpy(copied)
     if torch.cuda.is_initialized(): state['cuda'] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available(): state['mps'] = torch.mps.get_rng_state()
     return state

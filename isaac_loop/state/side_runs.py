@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -40,7 +39,7 @@ def _kept(callbacks, below, known=None):
     if known is not None and key in known: return known[key][0]
     stays = lambda cb: order_of(cb) < below and not _only_reads(cb)
     kept = [cb for cb in callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
-    if known is not None: known.keep(key, callbacks, kept)
+    if known is not None: known.keep(key, callbacks, kept, at_once=True) # The trainer has them
     return kept
 
 # %% ../../nbs/state/40_side_runs.ipynb #f118024c
@@ -126,6 +125,7 @@ _ENDLESS = ('Five runs on the side were begun one inside the other: a callback t
 def side_run(self:Trainer,
     callbacks=None, # Callbacks for this run, beside those that are kept
     below=Order.RECORD, # Keep callbacks whose `order` is lower, but for those that only read rows
+    again:bool=False, # Do the same come again in this fit? Then what is worked out for them is kept
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     if self._side_runs > 4: raise RuntimeError(_ENDLESS)
@@ -134,8 +134,7 @@ def side_run(self:Trainer,
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
     modes = [(m, m.training) for m in [*modules, *_modules_beside(self)]]
-    world = SimpleNamespace(callbacks=kept, dls=self.dls, generators=generators_of(self))
-    before = Snapshot(world, keep=self._trained(modules))
+    before = Snapshot(kept, self._trained(modules), self.dls, generators_of(self))
     validating = self._training is False and not self._source.was_left # Also in `cleanup_epoch`
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
     plan = Plan(type(self), self.plan.own_spans)
@@ -143,7 +142,7 @@ def side_run(self:Trainer,
     try:
         self._fitting = False # From here on the callbacks are those of the other run
         self.callbacks,self._named,self._guests = (),{},[]
-        self.history,self._side_runs = History(),self._side_runs+1
+        self.history,self._side_runs,self._comes_again = History(),self._side_runs+1,again
         self.plan,self._ended = plan,True
         if between_fits: self._go_on_aside(before.random)
         with torch.set_grad_enabled(torch.is_grad_enabled() or validating): # Validation has switched them off

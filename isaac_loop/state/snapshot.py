@@ -6,8 +6,9 @@
 __all__ = ['Snapshot']
 
 # %% ../../nbs/state/20_snapshot.ipynb #a8541f4b
-from itertools import chain
 from collections import deque
+from functools import lru_cache
+from itertools import chain, compress
 
 import torch
 from fastcore.basics import patch
@@ -32,7 +33,12 @@ def _without_batches(reached):
     if only_tuples and _USUAL.issuperset(map(type, chain.from_iterable(reached))): return ()
     return [o for o in reached if not _is_batch(o)]
 
-def _but_simple(reached): return [o for o in reached if not isinstance(o, _SIMPLE)]
+def _leading_on(reached):
+    "Those that are no numbers, texts or None"
+    return compress(reached, map(_leads_on, map(type, reached)))
+
+@lru_cache(maxsize=4096)
+def _leads_on(kind): return not issubclass(kind, _SIMPLE)
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
@@ -45,43 +51,40 @@ class Snapshot:
     def __init__(self,
         trainer, # A trainer, or any other object
         keep=(), # One or several objects to leave as they are when restoring
+        dls=None, # Its loaders; default: in its attribute `dls`
+        generators=None, # What these draw from, if that is known
     ):
         own = _own(trainer) or {}
-        self.trainer,self.random,self.mementos = trainer,random_state(),[]
+        self.trainer,self.random,self.mementos = trainer,random_state(copied=False),[]
         plan = own.get('plan')
         self.plan = plan if isinstance(plan, Plan) else None # Worked out anew when restoring
         self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
         keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
         apart = self.plan,own.get('_own_state'),own.get('_aside_known')
-        seen,loaders = {id(o): o for o in [*keep, *apart]},_loaders(own)
-        known = own_generators(trainer) if self.plan is not None else own.get('generators')
+        seen,loaders = {id(o): o for o in [*keep, *apart]},_loaders(own, own.get('dls') if dls is None else dls)
+        known = generators if self.plan is None else own_generators(trainer)
         self._searched = set() if known is None else set(map(id, loaders)) # Nothing more lies behind these
-        self._walk([trainer, known], seen, loaders)
-        self._walk(loaders, seen)
+        self._walk([trainer, *(known or ())], seen, loaders)
+        self._walk([*_leading_on(loaders)], seen)
 
     def _walk(self, todo, seen, loaders=None):
         "Remember all that `todo` leads to, and gather `loaders` for later; without them all lies below some"
-        apart = set(map(id, loaders or ()))
+        below,apart = loaders is None,set(map(id, loaders or ()))
         while todo:
             x = todo.pop()
-            if isinstance(x, _SIMPLE) or id(x) in seen: continue
-            if type(x) not in _PLAIN and is_outside(x): continue
-            if loaders is None and _is_data(x): continue
-            is_loader = id(x) in apart or isinstance(x, (DataLoader, Sampler))
-            if loaders is not None and is_loader: loaders.append(x)
+            if id(x) in seen or (type(x) not in _PLAIN and is_outside(x)) or (below and _is_data(x)): continue
+            if not below and (id(x) in apart or isinstance(x, (DataLoader, Sampler))): loaders.append(x)
             else:
                 seen[id(x)] = x # Held, so that no `id` is given to another object
-                for put_back,reached in mementos_of(x, loaders is None, id(x) in self._searched):
+                for put_back,reached in mementos_of(x, below, below and id(x) in self._searched):
                     if put_back is not _nothing: self.mementos.append(put_back)
-                    if loaders is None: reached = _without_batches(reached)
-                    todo += reached if len(reached) < 32 else _but_simple(reached)
+                    if reached: todo += _leading_on(_without_batches(reached) if below else reached)
 
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()
 
-def _loaders(own):
-    "Where data begins, among a trainer's `own` attributes"
-    dls = own.get('dls')
+def _loaders(own, dls):
+    "Where data begins: at `dls`, and at what a trainer has among its `own` attributes in a pass"
     of_pass = [own.get(o) for o in ('dl', 'batches')] if 'plan' in own else []
     return [dls, *(getattr(dls, o, None) for o in ('train', 'valid')), *of_pass]
 

@@ -41,7 +41,7 @@ def elements(function):
 
 
 def looks(tree):
-    "Calls of `getattr`, `hasattr` and `isinstance` on a callback, with their second argument"
+    "Calls of `getattr`, `hasattr`, `isinstance` and the like on a callback, with their second argument"
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -49,7 +49,7 @@ def looks(tree):
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 called = node.func.id
-                if called in ("getattr", "hasattr", "isinstance"):
+                if called in ("getattr", "attribute_or_none", "hasattr", "isinstance"):
                     if getattr(node.args[0], "id", None) in names:
                         yield called, node.args[1]
 
@@ -103,6 +103,7 @@ def test_new_looks_are_refused():
     assert unwritten(ast.parse(code.format("hasattr(o, 'on_tea')"))) == {"on_tea"}
     assert unwritten(ast.parse("def f(t):\n for cb in t.callbacks: getattr(cb, 'x', 1)")) == {"x"}
     assert unwritten(ast.parse("def f(cb): return getattr(cb, 'warm', 0)")) == {"warm"}
+    assert unwritten(ast.parse("def f(cb): return attribute_or_none(cb, 'warm')")) == {"warm"}
     assert unwritten(ast.parse("offered(trainer, 'teapot')")) == {"teapot"}
     assert unwritten(ast.parse(code.format("getattr(o, 'shows_rows', False)"))) == set()
     by_class = ast.parse(code.format("isinstance(o, MetricsCB)"))
