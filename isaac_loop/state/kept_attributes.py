@@ -179,7 +179,7 @@ class _Held:
         "Remember a module; what it leads to"
         is_own,reached = _is_own(type(module)),list(module._modules.values())
         self.mementos.append(_attributes_of(module, is_own))
-        self.watched += [x for held in (module._parameters, module._buffers) for x in held.values()]
+        self.watched += [*module._parameters.values(), *module._buffers.values()]
         if module._forward_hooks or module._forward_pre_hooks:
             for hook in _hooks_of(module): reached += [hook, *_of_function(_code_of(hook))]
         if not is_own: return reached
@@ -212,13 +212,15 @@ def _mark_of(x):
 class _Watch:
     "Which of many tensors are others in the end; `known` has those that were written to before, by `id`"
     def __init__(self, tensors, known):
-        self.known,self.tensors = known,{id(x): x for x in tensors}
-        self.marks = {key: _mark_of(x) for key,x in self.tensors.items()}
+        tensors = list(tensors)
+        self.known,self.tensors = known,dict(zip(map(id, tensors), tensors))
+        self.marks = list(map(_mark_of, self.tensors.values()))
         self.digests = {key: digest_of_bytes(x) for key,x in self.tensors.items() if known.get(key) is x}
 
     def written(self):
         "Those that were seen to be written to once before, and have other values now"
-        found = [x for key,x in self.tensors.items() if None is not self.marks[key] != _mark_of(x)]
+        tensors = self.tensors.values()
+        found = [x for x,mark in zip(tensors, self.marks) if mark is not None and mark != _mark_of(x)]
         others = [x for x in found if id(x) in self.digests and self.digests[id(x)] != digest_of_bytes(x)]
         self.known.update({id(x): x for x in found})
         return others

@@ -55,7 +55,7 @@ def _trained(self:Trainer, modules):
     loaders = [dl for dl in loaders if hasattr(dl, 'load_state_dict')]
     usual = isinstance(self.model, nn.Module) and type(self.model).parameters is nn.Module.parameters
     modules = modules if usual else []
-    held = [part for m in modules for of_module in (m._parameters, m._buffers) for part in of_module.values()]
+    held = [part for m in modules for part in (*m._parameters.values(), *m._buffers.values())]
     parts = [*modules, *held] if modules else _parts_of(self.model)
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 

@@ -60,8 +60,8 @@ class Snapshot:
         self.plan = plan if isinstance(plan, Plan) else None # Worked out anew when restoring
         self.fitting,self.training = own.get('_fitting'),getattr(self.plan, 'training', None)
         keep = keep if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
-        apart = self.plan,own.get('_own_state'),own.get('_aside_known')
-        seen,loaders = {id(o): o for o in [*keep, *apart]},_loaders(own, own.get('dls') if dls is None else dls)
+        stays = [*keep, self.plan, own.get('_own_state'), own.get('_aside_known')]
+        seen,loaders = dict(zip(map(id, stays), stays)),_loaders(own, own.get('dls') if dls is None else dls)
         known = generators if self.plan is None else own_generators(trainer)
         self._searched = set() if known is None else set(map(id, loaders)) # Nothing more lies behind these
         self._walk([trainer, *(known or ())], seen, loaders)
