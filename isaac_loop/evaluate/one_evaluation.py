@@ -57,11 +57,14 @@ class Evaluating:
         self._askers = askers(eval_tensors or ['preds', 'targets'] + ['loss']*with_loss)
         look = self._look if user_iter_callback else None
         self._pass = PassCB(callback_name(self), metrics or {}, with_loss, look, weigh)
+        self._limit = limit_of(n_batches, callback_name(self))
 
     def _run(self, trainer, name, dl):
         "Run over one data set; what was measured, by name"
         self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
-        inside = [self._pass, limit_of(self.n_batches, callback_name(self)), self.callbacks_inside]
+        if getattr(self._limit, 'n_batches', None) != self.n_batches: # Another was set
+            self._limit = limit_of(self.n_batches, callback_name(self))
+        inside = [self._pass, self._limit, self.callbacks_inside]
         callbacks,see_all = [o for o in inside if o is not None],self.user_iter_callback is not None
         row,self._stop = run_over(trainer, dl, callbacks, f'The data set `{name}`', see_all)
         self._left = self._left or self._pass.gap
