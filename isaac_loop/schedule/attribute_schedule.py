@@ -73,7 +73,7 @@ _NO_OWNER = ("`{target}` does not say whose attribute it is. Begin with one of t
 
 class _Functions:
     "Functions of progress by target, and where they stand"
-    _old,_n = (),0
+    _old,_n,_total,_values = (),0,None,()
     _saved,_running = None,False
     __repr__ = show_settings
     def __init__(self,
@@ -113,6 +113,11 @@ def _spoils(owner, name, value):
     if not isinstance(value, Real): return False
     return math.isnan(value) or (isinstance(owner, dict) and name == 'lr' and not -1e-12 <= value < math.inf)
 
+def _is_plain(x):
+    "Whether a value is a number or a text, or several"
+    if isinstance(x, (tuple, list)): return all(map(_is_plain, x))
+    return x is None or isinstance(x, (Real, str))
+
 def _copied(x): return x.clone() if isinstance(x, torch.Tensor) else copy.copy(x)
 
 def _assign(owner, name, value):
@@ -131,6 +136,7 @@ class AttributeSchedulerCB(_Functions):
     def before_fit(self, trainer):
         "Find the targets, remember their values and set the first ones"
         self._old,self._n,self._running = [],0,trainer.updates_per_epoch != 0 and trainer.n_epochs > 0
+        self._values = ()
         if not self._running: return
         self._total = trainer.total_updates if self.unit == 'progress' else None
         self._targets = {target: _owners(trainer, target) for target in self.functions}
@@ -154,27 +160,34 @@ class AttributeSchedulerCB(_Functions):
 
     def _set(self, n):
         "Give every target its value at update or epoch `n`"
-        place = min(n/self._total, 1.) if self._total else n
+        place,self._values = min(n/self._total, 1.) if self._total else n,[]
         for target,f in self.functions.items():
             owners,name = self._targets[target]
             for owner in owners:
                 value = f(place)
                 if _spoils(owner, name, value): self._refuse(target, value, place)
                 _assign(owner, name, value)
+                self._values.append(value)
 
     def _refuse(self, target, value, place):
         "Say which function gives a value that would spoil the weights"
         cb,unit = callback_name(self),self.unit
         raise ValueError(_SPOILS.format(cb=cb, target=target, value=value, unit=unit, place=place))
 
-    def state_dict(self)->dict: # How many updates there were
+    def state_dict(self)->dict: # How many updates there were, and the values in use as far as they are plain
         "Where the schedule stands, for `load_state_dict`"
-        return {'n': self._n}
+        values = list(self._values) if all(map(_is_plain, self._values)) else None
+        return {'n': self._n, 'total': self._total, 'values': values}
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
     ):
         "Go on from `state`: at once in a running fit, otherwise in the next one"
         self._saved = None if self._running else dict(state)
-        if self._running: self._n = state['n']
-        if self._running and self.unit != 'epoch': self._set(self._n)
+        if not self._running: return
+        self._n,values = state['n'],state.get('values')
+        places = [(owner, name) for owners,name in self._targets.values() for owner in owners]
+        if values and len(values) == len(places) and state['total'] == self._total:
+            for (owner,name),value in zip(places, values): _assign(owner, name, value)
+            self._values = values
+        elif self.unit != 'epoch': self._set(self._n)

@@ -8,9 +8,14 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.events import Order
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.schedule.annealing import piecewise
 from isaac_loop.schedule.attribute_schedule import AttributeSchedulerCB
-from isaac_loop.loop.events import Order
+from isaac_loop.train.training import BasicTrainCB
 from scheduled import MOMENTUM, make_batches, make_trainer, same, still_model
 
 
@@ -132,3 +137,37 @@ def test_a_rate_is_put_back_also_if_it_is_a_tensor(lr):
     trainer.opt_func, trainer.opt = None, optim.Adam(model.parameters(), lr=lr)
     trainer.fit(1, valid=False)
     assert float(trainer.opt.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
+class Counting:
+    "A rate that is another one each time it is asked for"
+
+    def __init__(self):
+        self.n = 0
+
+    def __call__(self, place):
+        self.n += 1
+        return 0.1 / (1 + self.n)
+
+
+@pytest.mark.parametrize("unit", ["progress", "update", "epoch"])
+@pytest.mark.parametrize("every", [3, 4, "epoch"])
+def test_a_function_that_counts_is_asked_as_often_in_a_run_that_goes_on(unit, every, tmp_path):
+    rows = [(torch.randn(4), torch.randn(1)) for _ in range(12)]
+
+    def trained(folder, *callbacks):
+        torch.manual_seed(0)
+        loaders = DataLoaders(exact_loader(rows, 2, seed=1))
+        follows = AttributeSchedulerCB({"opt.lr": Counting()}, unit)
+        cbs = [BasicTrainCB(), follows, CheckpointCB(tmp_path / folder, every=every)]
+        trainer = Trainer(loaders, F.mse_loss, optim.SGD, nn.Linear(4, 1), cbs)
+        trainer.fit(3, lr=0.1, valid=False, callbacks=callbacks)
+        return trainer.model.weight
+
+    def before_step(trainer):
+        if trainer.n_updates == 8:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        trained("cut", before_step)
+    assert torch.equal(trained("cut"), trained("whole"))
