@@ -80,7 +80,7 @@ def before_fit(self:CheckpointCB, trainer):
         if name is not None: check_monitored(trainer, name, 'CheckpointCB')
     self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), trainer.ranks)
     self._numbers.forget()
-    self._end,self._told_opts = None,False
+    self._end,self._told = None,()
     how = self.resume,self.verify,self.strict,self.folder is not None
     found = to_resume(trainer, self._run, self._fits, *how)
     self._begin(trainer, found, self.strict)
@@ -102,7 +102,7 @@ def _next_epoch(self:CheckpointCB, trainer):
 def _save(self:CheckpointCB, trainer, epoch, batches=0, end=None, reason=None, finished=False, later=False):
     "Write a checkpoint of this position, or of the `end` of a training pass"
     self._writes.wait()
-    if not self._told_opts: self._told_opts = tell_exchanged(trainer)
+    self._told = tell_exchanged(trainer, self._told)
     in_pass = bool(batches) and not end
     start = start_of_pass(trainer) if in_pass else between_passes(trainer)
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)

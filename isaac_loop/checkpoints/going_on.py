@@ -19,7 +19,7 @@ from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_parts import generators
-from ..state.script_facts import exchanged_opts, other_facts
+from ..state.script_facts import exchanged_loaders, exchanged_opts, other_facts
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #b2dc5525
 _WORKERS = ('The training loader has persistent workers, whose random numbers cannot be saved, '
@@ -73,11 +73,19 @@ _ANOTHER = ('In the course of this fit {}. Started again, the script begins with
             'go on from what is saved. Have `opt_func` make it with all groups, and freeze what is to learn '
             'later; or train on in a second `fit`, with another `opt_func`.')
 
-def tell_exchanged(trainer):
-    "Say that a fit has other optimizers than it began with; whether it was said"
-    told = exchanged_opts(trainer) if trainer.ranks.is_main else []
-    if told: warn(_ANOTHER.format(' and '.join(told)))
-    return bool(told)
+_ANOTHER_LOADER = ('`dls.{0}` was exchanged in the course of this fit. Started again, the script begins with '
+                   'the first one, which does not go on from what is saved: that is refused, or the run is '
+                   'another one. Choose the loader of a pass in `before_epoch`, by `trainer.dl = ...` and '
+                   '`trainer.epoch`, which a run that goes on does again.')
+
+def tell_exchanged(trainer, told=()):
+    "Say that a fit has other optimizers or loaders than it began with; the kinds of which that was said"
+    if not trainer.ranks.is_main: return told
+    opts = exchanged_opts(trainer) if 'opts' not in told else []
+    loaders = exchanged_loaders(trainer) if 'loaders' not in told else []
+    if opts: warn(_ANOTHER.format(' and '.join(opts)))
+    if loaders: warn(_ANOTHER_LOADER.format(loaders[0]))
+    return (*told, *['opts']*bool(opts), *['loaders']*bool(loaders))
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #5f28643c
 _ORDER = ('The order of `dls.train` is that of the saved run, whose processes have drawn the seed {seed}; '

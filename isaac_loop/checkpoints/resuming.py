@@ -28,7 +28,7 @@ from ..state.run_parts import check_states, generators, loaders_of, put_workers,
 from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
 from ..state.errors import ResumeMismatch
-from ..state.script_facts import note_frozen, note_opts, script_facts
+from ..state.script_facts import note_frozen, note_parts, script_facts
 from ..state.random_numbers import compact_random_state
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #5a2c5cce
@@ -74,7 +74,7 @@ class ResumingCB:
 
     def _epochs(self, trainer, epochs):
         "`epochs`, without those that were done before"
-        note_opts(trainer)
+        note_parts(trainer)
         if self._found: self._next = self._found[1]['position']['epoch']
         position,state = self._found[1]['position'] if self._found else {},None
         if self._found and not (is_in_pass(position) or position.get('trained')): state = self._go_on(trainer)

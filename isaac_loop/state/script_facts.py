@@ -72,7 +72,9 @@ def note_left(
     trainer, # Ends a fit
 ):
     "Note which parameters the fit leaves frozen: if they are so in the next one, the script has not done it"
-    vars(trainer).setdefault('_data_seen', Seen()).found['left'] = None,_frozen(trainer)
+    found = vars(trainer).setdefault('_data_seen', Seen()).found
+    found['left'] = None,_frozen(trainer)
+    found.pop('loaders', None) # Whose data should be free with them
 
 def _frozen(trainer):
     "Names of the model's frozen parameters"
@@ -88,11 +90,16 @@ def _otherwise_frozen(was, now):
     yield f'`{name}`{more} {how}, which has no effect: parameters are as they were saved'
 
 # %% ../../nbs/state/58_script_facts.ipynb #52059af2
-def note_opts(
+def note_parts(
     trainer, # Begins its first epoch
 ):
-    "Note of what the optimizers are made, when every callback has begun the fit"
-    vars(trainer).setdefault('_data_seen', Seen()).found['opts'] = None,opts_made(trainer)
+    "Note of what the optimizers are made, and which loaders there are, when every callback has begun the fit"
+    found = vars(trainer).setdefault('_data_seen', Seen()).found
+    found['opts'],found['loaders'] = (None, opts_made(trainer)),(None, _loaders(trainer))
+
+def _loaders(trainer):
+    dls = getattr(trainer, 'dls', None)
+    return {name: getattr(dls, name, None) for name in ('train', 'valid')}
 
 def opts_began(
     trainer, # Any
@@ -108,6 +115,14 @@ def exchanged_opts(
     now = opts_made(trainer)
     began = opts_began(trainer) or now
     return [_exchanged(name, began.get(name), made) for name,made in now.items() if made != began.get(name)]
+
+def exchanged_loaders(
+    trainer, # In a fit
+)->list: # Names
+    "Loaders that are other objects than those with which the fit began"
+    now = _loaders(trainer)
+    began = vars(trainer).get('_data_seen', Seen()).found.get('loaders', (None, now))[1]
+    return [name for name,dl in now.items() if dl is not began[name]]
 
 def _exchanged(name, was, now):
     if was is None: return f'`trainer.{name}` is new'
