@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/22_handlers.ipynb #f3402eed
+from itertools import chain
 from numbers import Real
 
 from ..basics.old_names import only_tells
@@ -113,7 +114,7 @@ def handlers_of(
     kind = callback.trainer_class if is_trainer else type(callback)
     if function_name(callback) is None and (is_trainer or only_tells(kind)):
         named = set(own).union(*map(vars, kind.__mro__))
-        events = [event for event in events if event in named]
+        events = list(filter(named.__contains__, events))
     found = {event: handler_of(callback, event) for event in events}
     return {event: handler for event,handler in found.items() if handler is not None}
 
@@ -146,9 +147,11 @@ def entries_of(
     training:bool, # The kind of pass
 )->dict: # By event: pairs of callback and handler
     "Who answers each of `events`; few have somebody"
-    pairs = {event: [] for event in events}
+    table = {event: [] for event in events}
     for cb,at in found:
         inside = _is_inside(cb, training)
         for event,handler in at.items():
-            if inside or event in _WHOLE_FIT: pairs[event].append((cb, handler))
-    return {event: _called(event, o) if len(o) > 1 else o for event,o in pairs.items()}
+            if inside or event in _WHOLE_FIT: table[event].append((cb, handler))
+    for event in dict.fromkeys(chain.from_iterable(at for _,at in found)):
+        if len(table[event]) > 1: table[event] = _called(event, table[event])
+    return table

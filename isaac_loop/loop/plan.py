@@ -21,10 +21,11 @@ def handlers_in(
     entries:dict, # By event: pairs of callback and handler
 )->tuple: # Handlers of all events, and of those steps that need no span
     "Whom to call"
-    found = {event: tuple([handler for _,handler in o]) if o else () for event,o in entries.items()}
+    found = dict.fromkeys(entries, ()) # Most have nobody
+    for event,pairs in entries.items():
+        if pairs: found[event] = tuple([handler for _,handler in pairs])
     if found['step']: found['step'] += (count_update,)
-    around = {step: (s.before, s.after, s.cleanup) for step,s in STEPS.items()}
-    bare = [step for step,events in around.items() if not any(found[o] for o in events)]
+    bare = [o for o,s in STEPS.items() if not (found[s.before] or found[s.after] or found[s.cleanup])]
     return found,{step: found[step] for step in bare}
 
 def count_update(trainer, **extra):
