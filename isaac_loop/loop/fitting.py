@@ -17,7 +17,7 @@ from ..basics.checks import warn
 from . import advice, pass_checks
 from .callback_list import Checked, is_in
 from .events import EVENTS
-from .optimizer import ready_optimizer
+from .optimizer import cut_in_update, ready_optimizer
 from .passes import Batches, forget, n_batches
 from .plan_checks import warn_of_findings
 
@@ -33,6 +33,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _training=None, # The kind of pass; None between fits
         _source=Batches(()), # Where the batches of this pass come from
         _broken=False, # Did the last fit end in an error, perhaps with gradients left?
+        _cut=False, # Did a cancel end one within an update?
         _ended=True, # Did this fit come to its end?
         _last_ended=True, # And the one before it?
         _again=False, # Is the optimizer evaluating a batch once more, within its step?
@@ -210,7 +211,7 @@ def one_fit(
         trainer.updates_per_epoch = n_batches(trainer.dls.train) if train else 0
         if train: ready_optimizer(trainer, keep_opt)
         trainer._made_for,trainer._lengths,trainer._resuming = (trainer.model,),[],[]
-        trainer.plan.last_cancel = None,None,None
+        trainer.plan.last_cancel = (None,)*4
         trainer.plan.training = bool(train) # Until the first pass
         _build_plan(trainer)
         if train: advice.warn_of_missing_steps(trainer)
@@ -222,6 +223,7 @@ def one_fit(
         finally:
             opt,(last,i) = vars(trainer).get('opt'),trainer._last_opt
             if train: trainer._last_opt = opt,i if last is opt else 0
+            trainer._cut = trainer._cut or cut_in_update(trainer)
         pass_checks.warn_of_fewer_updates(trainer)
     trainer._ended = True
     _let_go_of_graph(trainer)

@@ -84,7 +84,8 @@ def blame(
     "Note on `error` who raised it, at which event, epoch and batch; of a cancel that is caught, in the plan"
     caught = isinstance(error, CancelException) and stops_at(error, trainer.plan.spans) >= 0
     if caught:
-        trainer.plan.last_cancel = event,handler,getattr(trainer, 'batch_num', None) # Who misses it, asks
+        batch_num = getattr(trainer, 'batch_num', None)
+        trainer.plan.last_cancel = event,handler,batch_num,type(error) # Who misses it, asks
         return # An object used again must not gather notes
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]
     callback = next((cb for cb,found in pairs if found == handler), None)

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/loop/33_optimizer.ipynb #11073f54
+import inspect
 import sys
 from collections.abc import Mapping
 from contextlib import contextmanager, ExitStack
@@ -14,12 +15,16 @@ from types import FunctionType
 import torch
 
 from ..basics.checks import warn
+from .events import CancelFitException
 
 # %% ../../nbs/loop/33_optimizer.ipynb #afc8af81
 _OTHERS = ('`keep_opt=True` would go on with an optimizer that holds no parameter of this model, '
            'so the model would not learn. Leave it out after changing the model.')
 _NONE_YET = ('`keep_opt=True` goes on with the optimizer of the last fit, but there is none yet. '
              'Leave it out the first time.')
+_NO_RATIO = ('`keep_opt=True` gives the parameter groups new rates in the ratio of those that they had, and '
+             'they had {}, so there is none: all would get the same one. Set the `lr` of each group of '
+             '`trainer.opt.param_groups` first, or leave `keep_opt` out, for a new optimizer.')
 
 def _holds(opt, params):
     "Whether `opt` has any of `params`"
@@ -33,16 +38,29 @@ def keep_optimizer(
     if 'opt' not in vars(trainer): raise ValueError(_NONE_YET)
     opt,model = trainer.opt,trainer.model
     if hasattr(model, 'parameters') and not _holds(opt, model.parameters()): raise ValueError(_OTHERS)
+    _check_ratio(trainer)
     scale_rates(trainer)
 
 def scale_rates(
     trainer, # Has `opt` and `lr`
 ):
     "Give `lr` to the parameter group that had it at first; the others keep their ratio to it"
-    opt,before = trainer.opt,_rates_before(trainer)
+    before = _rates_before(trainer)
+    whole = before[_group_that_had_it(trainer)]
+    for group,rate in zip(trainer.opt.param_groups, before):
+        group['lr'] = trainer.lr*(rate/whole if whole else 1)
+    if trainer.lr == 0: trainer._scheduled = before,[0.]*len(before) # What they were, and where they are left
+
+def _group_that_had_it(trainer):
+    "Number of the parameter group that had the rate of the fit for which the optimizer was made"
     last,i = vars(trainer).get('_last_opt', (None, 0))
-    whole = before[i if last is opt else 0]
-    for group,rate in zip(opt.param_groups, before): group['lr'] = trainer.lr*(rate/whole if whole else 1)
+    return i if last is trainer.opt else 0
+
+def _check_ratio(trainer):
+    "Refuse a new rate where nobody knows how the groups stand to it"
+    before = _rates_before(trainer)
+    is_known = len(before) == 1 or before[_group_that_had_it(trainer)] or trainer.lr == 0
+    if not is_known: raise ValueError(_NO_RATIO.format(before))
 
 def _rates_before(trainer):
     "The rates of the groups; where a schedule has left them, those that it began with"
@@ -69,6 +87,8 @@ _NO_PARAMETERS = ('`{}` has no parameters, so there is nothing to train. '
                   'Call `fit(train=False)`, or pass `opt_func=None` and set `trainer.opt` yourself.')
 _CALLING = ('`fit` calls `opt_func(model.parameters(), lr)`. '
             'If it needs more, fill that in first: `functools.partial(opt_func, name=value)`.')
+_FEWER = ('`fit` calls `opt_func(model.parameters(), lr)`, two arguments without names, and this one '
+          'takes {}. Let it take both, as `lambda params, lr: torch.optim.SGD(params, lr)` does.')
 _NO_STEP = ('`opt_func` returned {}, which has no `step`, so no weight would change. '
             'Let it return an optimizer, such as `torch.optim.SGD(params, lr)`.')
 _NOT_OURS = ('The optimizer has no parameter of `{}`, nor of any other module that the trainer or a callback '
@@ -90,10 +110,24 @@ def make_optimizer(
     try:
         with _shown_while_loading(trainer): trainer.opt = trainer.opt_func(params, trainer.lr)
     except TypeError as e:
-        e.add_note(_LR_TWICE if "multiple values for argument 'lr'" in str(e) else _CALLING)
+        e.add_note(_why_not_called(trainer.opt_func, e))
         raise
+    trainer._scheduled = None,None # That was another optimizer
     trainer._last_opt = trainer.opt,_group_at(trainer.opt, trainer.lr)
     _check_made(trainer.opt, params, trainer)
+
+def _why_not_called(opt_func, error):
+    "What to do when `opt_func` cannot be called with parameters and a rate"
+    if "multiple values for argument 'lr'" in str(error): return _LR_TWICE
+    n = _takes(opt_func)
+    return _CALLING if n is None or n > 1 else _FEWER.format(('none', 'only one')[n])
+
+def _takes(opt_func):
+    "How many arguments without a name `opt_func` takes; None if it does not tell, or takes any number"
+    try: params = inspect.signature(opt_func).parameters.values()
+    except (TypeError, ValueError): return None
+    if any(p.kind is p.VAR_POSITIONAL for p in params): return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in params)
 
 def _check_made(opt, params, trainer):
     "Refuse what `opt_func` has made if no weight would change by it"
@@ -102,13 +136,22 @@ def _check_made(opt, params, trainer):
         made = 'None' if opt is None else f'an object of class {type(opt).__name__}'
         raise TypeError(_NO_STEP.format(made))
     if not isinstance(opt, torch.optim.Optimizer) or _holds(opt, params): return
-    modules = [module for owner in (trainer, *trainer.callbacks) for module in _modules(owner)]
-    if not any(_holds(opt, module.parameters()) for module in modules):
+    if not any(_holds(opt, module.parameters()) for module in _all_held(trainer, torch.nn.Module)):
         raise ValueError(_NOT_OURS.format(type(trainer.model).__name__))
 
-def _modules(owner):
-    "Modules among the attributes of `owner`"
-    return [x for x in getattr(owner, '__dict__', {}).values() if isinstance(x, torch.nn.Module)]
+def held(
+    owner, # A trainer or a callback
+    kind:type, # Of what is looked for
+)->list: # Each once
+    "What is of `kind` among the attributes of `owner`, also in a list or a dict"
+    found = list(getattr(owner, '__dict__', {}).values())
+    for several in [o for o in found if isinstance(o, (list, tuple, dict))]:
+        found += several.values() if isinstance(several, dict) else several
+    return list({id(o): o for o in found if isinstance(o, kind)}.values())
+
+def _all_held(trainer, kind):
+    "What a trainer and its callbacks hold of `kind`"
+    return [o for owner in (trainer, *trainer.callbacks) for o in held(owner, kind)]
 
 # %% ../../nbs/loop/33_optimizer.ipynb #88164757
 _REPLACED = ('`trainer.opt` was set by hand, but each fit makes its own optimizer by `opt_func`, so that one '
@@ -119,7 +162,8 @@ def ready_optimizer(
     keep_opt:bool, # Go on with the optimizer of the last fit?
 ):
     "See to it that `trainer.opt` can begin"
-    if trainer._broken or not (keep_opt or trainer.opt_func is None): _clear_grads(trainer)
+    broke_off,makes_new = trainer._broken or trainer._cut,not (keep_opt or trainer.opt_func is None)
+    if broke_off or makes_new: _clear_grads(trainer)
     if keep_opt: keep_optimizer(trainer)
     elif trainer.opt_func is not None:
         opt = vars(trainer).get('opt')
@@ -132,11 +176,23 @@ def _check_own(trainer):
     params = list(trainer.model.parameters()) if hasattr(trainer.model, 'parameters') else []
     _check_made(trainer.opt, params, trainer)
 
+_BEFORE_CLEARING = ('backward', 'after_backward', 'before_step', 'step', 'after_step', 'before_zero_grad')
+
+def cut_in_update(
+    trainer, # A fit has ended
+)->bool: # Then gradients are left, of which some were used or none
+    "Whether a cancel ended the fit between `backward` and `zero_grad`"
+    event,_,_,error = trainer.plan.last_cancel
+    return event in _BEFORE_CLEARING and issubclass(error, CancelFitException)
+
 def _clear_grads(trainer):
-    "Drop gradients that an earlier fit has left"
-    for module in _modules(trainer):
+    "Drop gradients that an earlier fit has left, in all modules and optimizers that are held"
+    opts = [vars(trainer).get('opt'), *_all_held(trainer, torch.optim.Optimizer)]
+    groups = [group for opt in opts for group in getattr(opt, 'param_groups', ())]
+    for module in _all_held(trainer, torch.nn.Module):
         for p in module.parameters(): p.grad = None
-    trainer._broken = False
+    for p in [p for group in groups for p in group['params']]: p.grad = None
+    trainer._broken = trainer._cut = False
 
 # %% ../../nbs/loop/33_optimizer.ipynb #0d5afbb5
 _NOT_ONE = ('`{who}` is to work with `trainer.{name}`, which is a {kind}, and that takes one optimizer. '

@@ -14,16 +14,14 @@ import torch
 from ..basics.checks import warn
 from ..basics.source_code import syntax_tree
 from .handlers import TrainersOwn
+from .optimizer import held
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #8be938ac
 def held_optimizers(
     owner, # A trainer or a callback
 )->list: # Each once
     "The optimizers among the attributes of `owner`, also those in a list or a dict"
-    held = list(getattr(owner, '__dict__', {}).values())
-    for several in [o for o in held if isinstance(o, (list, tuple, dict))]:
-        held += several.values() if isinstance(several, dict) else several
-    return list({id(o): o for o in held if isinstance(o, torch.optim.Optimizer)}.values())
+    return held(owner, torch.optim.Optimizer)
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #a43901ef
 class StepCounter:

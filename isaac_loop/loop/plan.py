@@ -49,7 +49,7 @@ class Plan(dict):
         self.told = set() # What was warned of already
         self._chains = {} # By kind of pass and names of events: chains of their calls
         self.uses_chains = False # May a batch be one chain? Found out when a pass begins, False after it
-        self.last_cancel = None,None,None # That a span caught: event, who raised it, number of the batch
+        self.last_cancel = (None,)*4 # That a span caught: event, who raised it, number of the batch, class
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
         self.build_later([])
 

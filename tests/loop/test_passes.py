@@ -1,6 +1,8 @@
 "Passes inside, beside and after others: what is kept apart, and what goes on."
 
+import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 from isaac_loop.all import (
     BasicTrainCB,
     CancelEpochException,
+    CancelFitException,
     DataLoaders,
     GradientStatsCB,
     MetricsCB,
@@ -92,6 +95,113 @@ def test_gradients_of_an_interrupted_fit_do_not_reach_the_next(train_cb):
     assert trained(True) == trained(False)
 
 
+class HeadCB:
+    "Trains a module of its own behind the model"
+
+    def __init__(self):
+        torch.manual_seed(2)
+        self.head = nn.Linear(1, 1)
+
+    def after_predict(self, trainer):
+        trainer.preds = self.head(trainer.preds)
+
+
+class GaveUp(Exception):
+    pass
+
+
+def breaks_off(event, error):
+    def handler(trainer):
+        raise error("enough")
+
+    handler.__name__ = event
+    return handler
+
+
+ENDS = [
+    ("before_step", KeyboardInterrupt),
+    ("after_backward", GaveUp),
+    ("after_backward", CancelFitException),
+    ("before_zero_grad", CancelFitException),
+]
+
+
+def fit_again(t, event, error, before=False, **kwargs):
+    "Break a fit off, as if with a rate of nothing, and train again"
+    if before:
+        with contextlib.suppress(KeyboardInterrupt, GaveUp):
+            t.fit(1, 0.0, valid=False, callbacks=breaks_off(event, error), **kwargs)
+    t.fit(1, 0.1, valid=False, **kwargs)
+
+
+@pytest.mark.parametrize(("event", "error"), ENDS)
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_of_a_fit_that_broke_off_do_not_stay_in_a_module_of_a_callback(event, error, keep):
+    def trained(before):
+        torch.manual_seed(1)
+        head, model = HeadCB(), nn.Linear(1, 1)
+        opt_func = lambda params, lr: optim.SGD([*params, *head.head.parameters()], lr)
+        t = Trainer(DataLoaders(data()), F.mse_loss, opt_func, model, [BasicTrainCB(), head])
+        if keep:
+            t.fit(1, 0.1, valid=False)
+        fit_again(t, event, error, before, keep_opt=keep)
+        return head.head.weight.item(), model.weight.item()
+
+    assert trained(False) == trained(True)
+
+
+@pytest.mark.parametrize(("event", "error"), ENDS)
+@pytest.mark.parametrize("several", [list, lambda nets: dict(enumerate(nets)), tuple])
+def test_gradients_of_a_fit_that_broke_off_do_not_stay_in_nets_in_a_list(event, error, several):
+    "With optimizers of the user's own, one in a list and one that a callback has"
+
+    class OwnCB(BasicTrainCB):
+        def predict(self, trainer):
+            first, second = trainer.nets.values() if isinstance(trainer.nets, dict) else trainer.nets
+            trainer.preds = second(first(trainer.model(trainer.batch[0])))
+
+        def step(self, trainer):
+            if trainer.lr:
+                trainer.opts["one"].step()
+                self.other.step()
+
+        def zero_grad(self, trainer):
+            trainer.opts["one"].zero_grad()
+            self.other.zero_grad()
+
+    def trained(before):
+        torch.manual_seed(1)
+        nets, cb = [nn.Linear(1, 1), nn.Linear(1, 1)], OwnCB()
+        t = Trainer(DataLoaders(data()), F.mse_loss, None, nn.Linear(1, 1), cb)
+        hidden = nn.Linear(1, 1)  # Held by its optimizer alone
+        t.nets = several(nets)
+        t.opts = dict(one=optim.SGD([*nets[0].parameters(), *t.model.parameters()], 0.1))
+        cb.other = optim.SGD([*nets[1].parameters(), *hidden.parameters()], 0.1)
+        hidden.weight.grad = torch.ones(1, 1) if before else None
+        fit_again(t, event, error, before)
+        return [p.item() for net in (*nets, t.model, hidden) for p in net.parameters()]
+
+    assert trained(False) == trained(True)
+
+
+def test_gradients_that_a_fit_leaves_on_purpose_go_on_with_the_optimizer_that_is_kept():
+    "They are old gradients with momentum, and the fit was cancelled when the update was done"
+    by_two = Trainer(DataLoaders(data(n=1)), F.mse_loss, optim.SGD, nn.Linear(1, 1), MomentumTrainCB())
+    at_once = copy.deepcopy(by_two)
+    at_once.fit(2, 0.1, valid=False)
+    by_two.fit(1, 0.1, valid=False, callbacks=breaks_off("after_batch", CancelFitException))
+    by_two.fit(1, 0.1, valid=False, keep_opt=True)
+    assert by_two.model.weight.item() == at_once.model.weight.item()
+
+
+def test_an_optimizer_of_nets_in_a_list_has_something_to_train():
+    "It was refused: nobody looked into lists"
+    t = trainer_with()
+    t.nets = [nn.Linear(1, 1)]
+    t.opt_func = lambda params, lr: optim.SGD(t.nets[0].parameters(), lr)
+    t.fit(1, valid=False)
+
+
 @pytest.mark.parametrize("with_grad", [True, False])
 def test_gradients_are_switched_on_or_off_as_before_after_an_interrupt(with_grad):
     def before_batch(trainer):
@@ -130,6 +240,49 @@ def test_keep_opt_keeps_the_ratio_of_the_rates_and_refuses_another_model():
     t.model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match="no parameter of this model"):
         t.fit(1, keep_opt=True)
+
+
+def test_a_fit_without_a_rate_leaves_the_ratio_of_the_rates():
+    "All had the same rate from then on, in silence"
+    t = trainer_with()
+    t.opt_func = lambda params, lr: optim.SGD(
+        [{"params": params[:1], "lr": lr}, {"params": params[1:], "lr": lr * 10}]
+    )
+    t.fit(1, 0.01)
+    for lr in (0.0, 0.0):
+        t.fit(1, lr, keep_opt=True)
+    t.fit(1, 0.02, keep_opt=True)
+    assert [g["lr"] for g in t.opt.param_groups] == pytest.approx([0.02, 0.2])
+    t.fit(1, 0.0)  # Nobody has known these
+    t.fit(1, 0.0, keep_opt=True)
+    with pytest.raises(ValueError, match=r"they had \[0.0, 0.0\], so there is none"):
+        t.fit(1, 0.02, keep_opt=True)
+    for group, lr in zip(t.opt.param_groups, (1.0, 2.0)):
+        group["lr"] = lr
+    t.fit(1, 0.02, keep_opt=True)
+    assert [g["lr"] for g in t.opt.param_groups] == pytest.approx([0.02, 0.04])
+
+
+def only_rate(params, *, lr):
+    return optim.SGD(params, lr)
+
+
+@pytest.mark.parametrize(
+    ("opt_func", "told"),
+    [
+        (lambda params: optim.SGD(params, 0.1), "takes only one. Let it take both"),
+        (only_rate, "takes only one. Let it take both"),
+        (lambda: None, "takes none. Let it take both"),
+        (lambda params, lr, momentum: None, "If it needs more, fill that in first"),
+        (partial(optim.SGD, lr=0.1), "Leave `lr` out there"),
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_told_which_it_gets(opt_func, told):
+    t = trainer_with()
+    t.opt_func = opt_func
+    with pytest.raises(TypeError) as error:
+        t.fit(1)
+    assert told in error.value.__notes__[0]
 
 
 # --- Found by the next who used it
