@@ -21,7 +21,7 @@ from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.shared_attributes import offering
 from ..models.buffers import copy_buffers, exchange_buffers, put_unsaved, unsaved_buffers
 from ..state.run_parts import fill_empty
-from .norm_statistics import batch_norms_in, measure_norms, share_means
+from .norm_statistics import batch_norms_in, in_eval_mode, measure_norms, share_means
 
 # %% ../../nbs/train/50_averaging.ipynb #fd9ef505
 _TWO_AVERAGES = ('`{cb}` and `{other}` both put an average into the model for validation, and only one can '
@@ -275,6 +275,16 @@ class SWACB(_AveragingCB):
         "Begin a new average with the present weights"
         super().before_fit(trainer)
         self._loaded = 0 # Weights in the average that a former process has taken in
+        self._still,self._noted = [],None # Modules in eval mode in the last training pass, and its epoch
+
+    def after_step(self, trainer):
+        "Take the new weights into the average"
+        if self._noted != trainer.epoch: self._still,self._noted = in_eval_mode(trainer.model),trainer.epoch
+        super().after_step(trainer)
+
+    def state_dict(self):
+        "The average, how many updates are in it, and what training has in eval mode"
+        return super().state_dict() | dict(still=self._still)
 
     def load_state_dict(self,
         state:dict, # What `state_dict` gave
@@ -282,6 +292,7 @@ class SWACB(_AveragingCB):
         "Go on from a saved average"
         super().load_state_dict(state)
         self._loaded = self.n_averaged
+        self._still = state.get('still', []) # Earlier versions have not saved it
 
     def cleanup_epoch(self, trainer):
         "Take the weights of this epoch into the mean, or the average out of the model"
@@ -343,12 +354,17 @@ def _ready_to_measure(model, average):
     return average
 
 @patch
+def _to_measure(self:SWACB):
+    "The batch norms of the average that training has not kept in eval mode"
+    return batch_norms_in(self.average.module, self._still)
+
+@patch
 def after_fit(self:SWACB, trainer):
     "Measure batch norm anew for the average"
-    if not (self.update_bn and self.evaluated is not None and batch_norms_in(self.average)): return
-    n = measure_norms(_ready_to_measure(trainer.model, self.evaluated), trainer)
+    if not (self.update_bn and self.evaluated is not None and self._to_measure()): return
+    n = measure_norms(_ready_to_measure(trainer.model, self.evaluated), trainer, self._still)
     if not trainer.ranks.total(torch.tensor(n)): return _warn_of_norms('a callback let no batch through')
-    if trainer.ranks.size > 1: share_means(self.average, n, trainer.ranks)
+    if trainer.ranks.size > 1: share_means(self._to_measure(), n, trainer.ranks)
 
 @patch
 def cleanup_fit(self:SWACB, trainer):
@@ -359,4 +375,4 @@ def cleanup_fit(self:SWACB, trainer):
     _AveragingCB.cleanup_fit(self, trainer)
     if has_trained and not (self.n_averaged or trainer._side_runs): _warn_of_nothing(self, trainer)
     if not (cancelled and self.update_bn and self.n_averaged > self._loaded): return
-    if batch_norms_in(self.average): _warn_of_norms(f'the fit was cancelled ({trainer.exception})')
+    if self._to_measure(): _warn_of_norms(f'the fit was cancelled ({trainer.exception})')

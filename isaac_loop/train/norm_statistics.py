@@ -19,21 +19,32 @@ _BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 def batch_norms_in(
     model, # A module
+    still=(), # Names of modules to leave out
 )->list: # Modules
     "Its batch norms"
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    named = model.named_modules()
+    return [module for name,module in named if isinstance(module, _BatchNorm) and name not in still]
+
+def in_eval_mode(
+    model, # A module
+)->list: # Their names
+    "Which modules of `model` are in eval mode"
+    return [name for name,module in model.named_modules() if not module.training]
 
 @contextmanager
 def measuring(
     model, # Whatever is put through it in the `with` block counts
+    still=(), # Names of modules that are in eval mode meanwhile; batch norms among them stay as they are
 ):
     "Let the batch norms of `model` forget what they know, and take the plain mean over the batches that come"
     modes = [(module, module.training) for module in model.modules()]
-    momenta = [(norm, norm.momentum) for norm in batch_norms_in(model)]
+    model.train()
+    for name,module in model.named_modules():
+        if name in still: module.training = False
+    momenta = [(norm, norm.momentum) for norm in batch_norms_in(model) if norm.training]
     for norm,_ in momenta:
         norm.reset_running_stats()
         norm.momentum = None
-    model.train()
     try: yield
     finally:
         for module,mode in modes: module.training = mode
@@ -72,6 +83,7 @@ def _put_back(pairs):
 def measure_norms(
     average, # A module like the trainer's model, with other weights
     trainer, # Has the loaders, and the callbacks that make batches ready
+    still=(), # Names of modules that training has in eval mode
 )->int: # How many batches went through
     "Run the training data through `average` for its batch norms"
     loader,grads = trainer.dls.train,[p.grad for p in trainer.model.parameters()]
@@ -81,7 +93,7 @@ def measure_norms(
     measure = _MeasureCB(average, max(passed, default=None))
     side_run = trainer.side_run(measure, below=Order.STEP)
     try:
-        with measuring(average), side_run as side, torch.no_grad(): side.fit(1, valid=False)
+        with measuring(average, still), side_run as side, torch.no_grad(): side.fit(1, valid=False)
     finally:
         if position is not None: loader.load_state_dict(position)
         for p,grad in zip(trainer.model.parameters(), grads): p.grad = grad
@@ -91,11 +103,11 @@ def measure_norms(
 # %% ../../nbs/train/45_norm_statistics.ipynb #4f1de27d
 @torch.no_grad()
 def share_means(
-    average, # A module whose batch norms this process has measured
+    norms:list, # Batch norms that this process has measured
     n:int, # On how many batches
     ranks, # Of the trainer
 ):
     "Have the means over the batches of all processes in the batch norms"
-    for norm in batch_norms_in(average):
+    for norm in norms:
         for x in (norm.running_mean, norm.running_var):
             if x is not None: x.copy_(ranks.total(x*n)/ranks.total(x.new_tensor(n)))

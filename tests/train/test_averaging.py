@@ -1,5 +1,6 @@
 "Averages of the weights: what they are measured on, and which fit they belong to."
 
+import contextlib
 import copy
 import threading
 import warnings
@@ -12,11 +13,14 @@ from torch.nn import functional as F
 from isaac_loop.all import (
     AccumulationCB,
     BasicTrainCB,
+    BatchNormEvalCB,
     CancelBatchException,
     CancelFitException,
+    CheckpointCB,
     ClipGradCB,
     DataLoaders,
     EMACB,
+    FreezeCB,
     GradientStatsCB,
     KeepBestCB,
     LimitCB,
@@ -345,3 +349,110 @@ def test_a_model_with_a_state_of_its_own_of_which_no_batch_is_measured_says_so()
         t.fit(2, lr=0.05, valid=False)
     average = t.SWACB.average.module
     assert torch.equal(average.norm.running_mean, t.model.norm.running_mean)
+
+
+def with_body():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.ReLU())
+    return nn.Sequential(body, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 1))
+
+
+class EvalInBatchCB:
+    def before_batch(self, trainer):
+        if trainer.training:
+            trainer.model[0].eval()
+
+    def cleanup_batch(self, trainer):
+        trainer.model[0].train(trainer.training)
+
+
+class LastEvalCB:
+    order, on_valid = 100, False
+
+    def before_epoch(self, trainer):
+        trainer.model[0].eval()
+
+
+def body_in_eval(trainer):
+    if trainer.training:
+        trainer.model[0].eval()
+
+
+STILL = {
+    "norms": lambda: [BatchNormEvalCB("0")],
+    "frozen": lambda: [FreezeCB("0", batch_norms=True), BatchNormEvalCB(only_frozen=True)],
+    "a function": lambda: [function_named(body_in_eval, "before_epoch")],
+    "in each batch": lambda: [EvalInBatchCB()],
+    "last": lambda: [LastEvalCB()],
+    "measured otherwise": lambda: [
+        BatchNormEvalCB("0"),
+        function_named(lambda t: t.model.eval(), "after_epoch"),
+    ],
+}
+
+
+def function_named(f, name):
+    def handler(trainer):
+        f(trainer)
+
+    handler.__name__ = name
+    return handler
+
+
+@pytest.mark.parametrize("name", STILL)
+@pytest.mark.parametrize("every", ["epoch", "update"])
+def test_an_average_keeps_the_statistics_that_training_keeps(name, every):
+    "They were measured as if training had changed them, and the average was worse than in its validation"
+    t = trainer_with(MetricsCB(), SWACB(0.0, every, keep=True), *STILL[name]())
+    t.model = with_body()
+    t.fit(3, lr=1e-2)
+    kept, measured = t.model[0][1], t.model[2]
+    assert not kept.running_mean.any() and (kept.num_batches_tracked, measured.num_batches_tracked) == (0, 3)
+    x = torch.cat([x for x, _ in t.dls.train])
+    expected = t.model[1](t.model[0].eval()(x))
+    torch.testing.assert_close(measured.running_mean, expected.mean(0))
+
+
+def test_an_average_of_which_training_keeps_all_statistics_is_as_it_was_validated():
+    t = trainer_with(MetricsCB(), SWACB(0.0, "update", keep=True), BatchNormEvalCB(), n=4)
+    t.model = with_body()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        t.fit(3, lr=1e-2)
+        assert t.history.latest("valid_loss") == t.validate()["valid_loss"]
+        t.fit(1, callbacks=OneBatchCB())  # Nothing was to be measured
+
+
+def test_statistics_that_were_free_in_the_end_are_measured():
+    "Frozen in the first epoch alone"
+    freeze = FreezeCB("0", until=1, batch_norms=True)
+    t = trainer_with(SWACB(0.0, keep=True), freeze, BatchNormEvalCB(only_frozen=True))
+    t.model = with_body()
+    t.fit(3, lr=1e-2)
+    x = torch.cat([x for x, _ in t.dls.train])
+    torch.testing.assert_close(t.model[0][1].running_mean, t.model[0][0](x).mean(0))
+
+
+class UpdatesCB:
+    n = 0
+
+    def after_step(self, trainer):
+        self.n += 1
+
+
+def test_a_run_that_goes_on_after_its_last_pass_knows_which_statistics_training_kept(tmp_path):
+    def run(*more):
+        torch.manual_seed(3)
+        t = trainer_with(SWACB(0.0, keep=True), BatchNormEvalCB("0"), *more)
+        t.model = with_body()
+        with contextlib.suppress(KeyboardInterrupt):
+            t.fit(2, lr=1e-2)
+        return t.model[0][1].running_mean
+
+    def before_epoch(trainer):
+        if trainer.epoch == 1 and not trainer.training:
+            raise KeyboardInterrupt
+
+    run(CheckpointCB(tmp_path, every=1), before_epoch)
+    left = run(CheckpointCB(tmp_path, every=1), seen := UpdatesCB())
+    assert not left.any() and seen.n == 0
