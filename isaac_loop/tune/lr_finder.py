@@ -8,6 +8,7 @@ __all__ = ['smooth', 'suggest_rates', 'LRFinderCB']
 # %% ../../nbs/tune/10_lr_finder.ipynb #d4fccf0f
 import io, math
 
+import torch
 from fastcore.basics import patch
 
 from ..basics.checks import check_count, check_flag, is_number, warn
@@ -18,6 +19,7 @@ from ..data.shared_loaders import rows_given
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelException, CancelFitException, Order
 from ..loop.events import callback_name
+from ..loop.handlers import has_own_batch
 from ..loop.optimizer import scale_rates
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
@@ -81,6 +83,8 @@ _NO_OPT = ('`{cb}` raises the rate of `trainer.opt`. This trainer has `opt_func=
 _NO_STEP = ('`{cb}` has raised the rate of `trainer.opt`, but that optimizer has not stepped, so the losses '
             'say nothing of its rate. Whoever makes optimizers in `before_fit` has made new ones for the '
             'search: set `trainer.opt` to the one that steps in `before_epoch`, by a function of that name.')
+_NO_SPAN = ('`{cb}` raises the rate after each batch, and `{cls}.one_batch` tells nobody when one is over: '
+            "it replaces the span of a batch. Decorate it with `@with_cbs('batch', CancelBatchException)`.")
 
 def _check_opt(cb, trainer):
     "Refuse a trainer without `opt`, and say which optimizers it has"
@@ -120,10 +124,12 @@ class LRFinderCB:
         self.lrs,self.losses = [],[]
         self._best,self._updates = math.inf,-1
         self._raised,self._n_heard = 0,0 # Updates at the last rise; batches of which the loss of all is known
+        self._judged = False # Is the loss of this batch known?
         self._stepped = None if trainer.opt_func is None else True
 
     def before_batch(self, trainer):
         "Begin at `trainer.lr` with an optimizer that is lent, before the first batch"
+        self._judged = False
         if self._stepped is not None: return
         _check_opt(self, trainer)
         scale_rates(trainer)
@@ -137,8 +143,15 @@ class LRFinderCB:
         self._n_heard = 0
         if not trainer.training: raise CancelEpochException('the finder needs no validation')
 
+    def after_epoch(self, trainer):
+        "Refuse batches of which no callback is told"
+        is_span = getattr(getattr(type(trainer).one_batch, 'span', None), 'name', None) == 'batch'
+        if not is_span and 'batch_num' in vars(trainer) and not trainer.plan.batch_seen:
+            raise RuntimeError(_NO_SPAN.format(cb=callback_name(self), cls=type(trainer).__name__))
+
     def after_batch(self, trainer):
         "Raise the rate of every parameter group, if there was an update"
+        if not self._judged and has_own_batch(trainer): self._see_loss(trainer, self._raised)
         if trainer.ranks.size == 1: self._raise_rates(trainer)
 
     def _raise_rates(self, trainer):
@@ -170,12 +183,25 @@ class LRFinderCB:
 _NO_FIRST_LOSS = ('The very first loss is {loss}, so no learning rate can be tried. Look at the model, the '
                   'batch and the loss function first.')
 
+_NO_LOSS = ('`{cb}` judges each rate by the loss of its batch, and `{cls}.one_batch` has left none: it runs '
+            'no `get_loss`, and sets no `trainer.loss`. Let it set `self.loss`.')
+
 @patch
 def after_get_loss(self:LRFinderCB, trainer):
     "Note the loss at this rate, and leave when it explodes"
-    loss,rate = float(trainer.loss.detach()),float(rates_of(trainer.opt)[0])
-    if trainer.ranks.size == 1: return self._judge(loss, rate, trainer.n_updates)
-    share = [loss, rate, trainer.n_updates, _weight_of_share(trainer)]
+    self._see_loss(trainer, trainer.n_updates)
+
+@patch
+def _see_loss(self:LRFinderCB, trainer, n_updates):
+    "Judge the loss of a batch that came after `n_updates`, or let the others know of it"
+    self._judged = True
+    try: loss = float(torch.as_tensor(object.__getattribute__(trainer, 'loss')).detach())
+    except AttributeError:
+        told = _NO_LOSS.format(cb=callback_name(self), cls=type(trainer).__name__)
+        raise AttributeError(told) from None
+    rate = float(rates_of(trainer.opt)[0])
+    if trainer.ranks.size == 1: return self._judge(loss, rate, n_updates)
+    share = [loss, rate, n_updates, _weight_of_share(trainer)]
     trainer.ranks.soon(_LOSS.format(trainer.epoch, trainer.batch_num), share) # Known after the exchange
 
 @patch

@@ -24,6 +24,7 @@ from torcheval.metrics import MulticlassAccuracy
 
 from isaac_loop.all import (
     BasicTrainCB,
+    CancelBatchException,
     CancelEpochException,
     CancelFitException,
     DataLoaders,
@@ -38,6 +39,7 @@ from isaac_loop.all import (
     TrackingCB,
     Trainer,
     set_seed,
+    with_cbs,
 )
 from isaac_loop.tune.lr_finder import smooth, suggest_rates
 
@@ -423,6 +425,75 @@ def test_a_rate_that_is_a_tensor_is_noted_as_a_number():
         0.01, 2.0, n_batches=4
     )
     assert [float(o) for o in finder.lrs] == pytest.approx([0.01, 0.02, 0.04, 0.08])
+
+
+class WholeBatch(Trainer):
+    "Computes its loss without any event"
+
+    note = staticmethod(lambda loss: loss)
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        loss = self.loss_func(self.model(x), y)
+        self.loss = self.note(loss)
+        if self.training:
+            loss.backward()
+            self.run_callbacks("step", "zero_grad")
+
+
+class LossAsNumber(WholeBatch):
+    note = staticmethod(lambda loss: loss.item())
+
+
+class CountsByHand(WholeBatch):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.loss = self.loss_func(self.model(self.batch[0]), self.batch[1])
+        if self.training:
+            self.loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+            self.n_updates += 1
+
+
+class OutsideOfBatches(Trainer):
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss", "backward", "step", "zero_grad")
+
+
+class WithoutLoss(WholeBatch):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.loss_func(self.model(self.batch[0]), self.batch[1]).backward()
+        self.run_callbacks("step", "zero_grad")
+
+
+def trainer_of(cls):
+    set_seed(1)
+    rows = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(4)]
+    return cls(DataLoaders(rows, rows), F.mse_loss, optim.SGD, nn.Linear(3, 1), [BasicTrainCB()])
+
+
+@pytest.mark.parametrize("cls", [WholeBatch, LossAsNumber, CountsByHand])
+@pytest.mark.parametrize("options", [dict(max_mult=30.0), dict(n_batches=3)])
+def test_a_batch_written_whole_is_judged_like_the_usual_one(cls, options):
+    "It never was, until a rate was too large for any number"
+    usual, own = (trainer_of(one).lr_find(**options) for one in (Trainer, cls))
+    assert len(usual.losses) > 2 and (own.lrs, own.losses) == (usual.lrs, usual.losses)
+
+
+@pytest.mark.parametrize(
+    ("cls", "error", "told"),
+    [
+        (OutsideOfBatches, RuntimeError, "`OutsideOfBatches.one_batch` tells nobody when one is over"),
+        (WithoutLoss, AttributeError, "`WithoutLoss.one_batch` has left none(.|\n)*Let it set `self.loss`"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`OutsideOfBatches.one_batch` replaces the span of a batch")
+def test_a_batch_of_ones_own_that_cannot_be_judged_is_refused(cls, error, told):
+    with pytest.raises(error, match=told):
+        trainer_of(cls).lr_find()
 
 
 @pytest.mark.filterwarnings("ignore:No rate")
