@@ -28,16 +28,19 @@ from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
 
 # %% ../../nbs/state/40_side_runs.ipynb #d773f258
-def _only_reads(callback):
-    "Whether `callback` answers `log` or `measured` alone, where one only reads: it belongs to its own run"
-    answers = lambda events: any(handler_of(callback, event) is not None for event in events)
-    return answers(ROW_EVENTS) and not answers(event for event in EVENTS if event not in ROW_EVENTS)
+_WHOLE_FIT = ('before_fit', 'after_fit', 'cleanup_fit', *ROW_EVENTS) # Outside of the passes
 
-def _kept(callbacks, below, known=None):
+def _only_reads(callback, beside, events):
+    "Whether `callback` answers `log` or `measured`, where one only reads, and else none but `beside`"
+    answers = lambda events: any(handler_of(callback, event) is not None for event in events)
+    return answers(ROW_EVENTS) and not answers(event for event in events if event not in beside)
+
+def _kept(callbacks, below, known=None, events=EVENTS):
     "Those that take part in a run on the side; `known` has what was found before in this fit"
     key = None if known is None else ('kept', below, places_of(callbacks))
     if known is not None and key in known: return known[key][0]
-    stays = lambda cb: order_of(cb) < below and not _only_reads(cb)
+    beside = _WHOLE_FIT if below <= Order.RECORD else ROW_EVENTS # Without recorders there is no row to read
+    stays = lambda cb: order_of(cb) < below and not _only_reads(cb, beside, events)
     kept = [cb for cb in callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
     if known is not None: known.keep(key, callbacks, kept, at_once=True) # The trainer has them
     return kept
@@ -129,7 +132,7 @@ def side_run(self:Trainer,
 ):
     "Lend the trainer to another run, such as an evaluation; what that run trains stays trained"
     if self._side_runs > 4: raise RuntimeError(_ENDLESS)
-    kept = list(_kept(self.callbacks, below, self._aside_known))
+    kept = list(_kept(self.callbacks, below, self._aside_known, self.plan.events))
     loop,slots = dict(vars(self)),_filled_slots(self)
     between_fits = not (self._fitting or self._side_runs)
     modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []

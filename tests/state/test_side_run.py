@@ -300,6 +300,63 @@ def test_the_limit_may_be_any_number(below, kept):
         assert len(trainer.callbacks) == kept
 
 
+class BestSoFarCB:
+    "As in the tutorials: state of a fit, and a look at each row"
+
+    def __init__(self):
+        self.fits, self.told = 0, []
+
+    def before_fit(self, trainer):
+        self.fits, self.best = self.fits + 1, float("inf")
+
+    def log(self, trainer):
+        self.best = min(self.best, trainer.history.latest("valid_loss"))
+
+    def after_fit(self, trainer):
+        self.told.append(self.best)
+
+    def cleanup_fit(self, trainer):
+        del self.best
+
+
+def test_a_callback_with_state_of_a_fit_that_only_reads_rows_stays_out():
+    "There was no row to read: `LookupError`"
+    cb = BestSoFarCB()
+    trainer = make_trainer([MetricsCB(), cb])
+    trainer.lr_find(n_batches=4)
+    trainer.get_preds()
+    assert (cb.fits, cb.told) == (0, [])
+    evaluator = EvaluatorCB(updates=1)
+    trainer.fit(2, callbacks=evaluator)
+    assert cb.fits == 1 and cb.told == [min(trainer.history["valid_loss"])]
+
+
+class AskedInBatchCB(BestSoFarCB):
+    def before_step(self, trainer):
+        pass
+
+
+class AsksToStayCB(BestSoFarCB):
+    in_side_runs = True
+
+
+class PhaseTooCB(BestSoFarCB):
+    def before_phase(self, trainer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(AskedInBatchCB, {}), (AsksToStayCB, {}), (PhaseTooCB, {}), (BestSoFarCB, dict(below=Order.DECIDE))],
+)
+def test_who_does_more_than_read_rows_or_asks_for_it_or_has_rows_to_read_stays_in(make, options):
+    cb = make()
+    cb.log = lambda trainer: None
+    trainer = make_trainer([MetricsCB(), cb], cls=Phased, note=[])
+    with trainer.side_run(**options) as side:
+        assert cb in list(side.callbacks)
+
+
 def test_a_name_that_left_with_its_callback_is_free():
     mine, other = CountCB(), CountCB()
     trainer = make_trainer([mine])
