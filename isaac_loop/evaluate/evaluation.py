@@ -22,7 +22,7 @@ from .join_batches import join_batches
 from .capturing import CapturePredsCB, Predictions
 from .epoch_predictions import evaluated_weights
 from .predictions import NoLossCB
-from .values import class_name, decoded, shapes, value_at
+from .values import check_class_numbers, class_name, decoded, shapes, value_at
 from ..basics.tables import Table
 from ..basics.tensors import map_tensors
 from ..loop.trainer import Trainer
@@ -199,7 +199,7 @@ def confusion_matrix(self:Predictions,
     wholes = 'true','pred','all'
     check_choice(normalize, 'normalize', wholes, 'that is no whole to take shares of', none='for counts')
     said = decoded(self.preds, decode)
-    _check_class_numbers(self.targets, said)
+    check_class_numbers(self.targets, said)
     said,targets = said.flatten().long(),self.targets.flatten().long()
     highest = _highest(said, targets) + 1
     n_classes = n_classes or (self.preds.shape[1] if decode is None else max(highest, 2))
@@ -209,13 +209,6 @@ def confusion_matrix(self:Predictions,
 
 def _highest(said, targets): return int(max(said.max().item(), targets.max().item()))
 
-def _check_class_numbers(targets, said):
-    "Refuse targets that are not one class number for each prediction"
-    if torch.is_tensor(targets) and not targets.is_floating_point() and targets.shape == said.shape: return
-    raise TypeError(_NO_CLASSES.format(shapes(targets) if targets is not None else None, shapes(said)))
-
-_NO_CLASSES = ('Targets {} are not one class number for each prediction {}, so nothing can be counted. '
-               'Targets should be whole numbers of that shape.')
 _TOO_HIGH = ('Class {} occurs, but there are {} classes, counted from 0. '
              'Pass `n_classes={}`, or look at the targets.')
 
@@ -261,7 +254,7 @@ def plot_confusion_matrix(self:Predictions,
 def _check_named(predictions, classes, decode):
     "Refuse a class without a name"
     said,targets = decoded(predictions.preds, decode),predictions.targets
-    _check_class_numbers(targets, said)
+    check_class_numbers(targets, said)
     class_name(_highest(said, targets), classes)
 
 def _write_numbers(ax, matrix, form):

@@ -17,7 +17,7 @@ import torch
 from ..metrics.confidence import UpdatedMetric, each_target, function_of, numbers_of
 from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
 from .capturing import Predictions
-from .values import class_name, decoded
+from .values import check_class_numbers, class_name, decoded, shapes
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, check_function, local_path, warn
 from ..loop.events import CancelEpochException, Order, callback_name
@@ -25,21 +25,43 @@ from ..show.media_files import check_folder, replace_file
 
 # %% ../../nbs/evaluate/50_reports.ipynb #ac76e012
 def classification_scores(
-    preds, # (n, n_classes) Scores, or (n,) class numbers
-    targets, # (n,) Class numbers
+    preds, # (n, n_classes, ...) Scores, or class numbers as the targets are
+    targets, # (n, ...) Class numbers
 )->dict: # `accuracy`, `precision`, `recall`, `f1`
     "Accuracy, and precision, recall and F1 averaged over classes"
-    said = preds.argmax(1) if preds.ndim > 1 else preds
-    classes = torch.cat([said, targets]).unique()
-    is_said,is_true = said[:, None] == classes,targets[:, None] == classes
-    right,n_said,n_true = (o.sum(0).double() for o in (is_said & is_true, is_said, is_true))
+    said,targets = _class_numbers(preds, targets)
+    classes,places = torch.cat([said, targets]).unique(return_inverse=True)
+    said,targets = places.chunk(2)
+    each = said[said == targets],said,targets
+    right,n_said,n_true = (o.bincount(minlength=len(classes)).double() for o in each)
     return dict(
         accuracy=(said == targets).double().mean(),
         precision=(right/n_said.clamp(min=1)).mean(),
         recall=(right/n_true.clamp(min=1)).mean(),
         f1=(2*right/(n_said+n_true)).mean())
 
+def _class_numbers(preds, targets):
+    "What was said and what is true, one beside the other"
+    is_whole = torch.is_tensor(preds) and not preds.is_floating_point()
+    is_said = is_whole and (preds.ndim == 1 or shapes(preds) == shapes(targets))
+    said = preds if is_said else decoded(preds, mend=_NOT_BINARY)
+    check_class_numbers(targets, said)
+    return said.flatten(),targets.flatten()
+
+_NOT_BINARY = ('Use `binary_scores` for one score of yes or no, or `ReportCB(prepare=...)` with a function to '
+               'class numbers, such as `lambda preds, targets: ((preds > 0).long(), targets.long())`.')
+
 classification_scores.names = ('accuracy', 'precision', 'recall', 'f1')
+
+# %% ../../nbs/evaluate/50_reports.ipynb #dac027a2
+def _check_as_many(preds, targets):
+    "Refuse targets of which it is unknown to what prediction they belong"
+    if preds.squeeze().shape == targets.squeeze().shape: return
+    shapes_of = shapes(preds),shapes(targets)
+    raise ValueError(_NOT_AS_MANY.format(preds.numel(), targets.numel(), *shapes_of))
+
+_NOT_AS_MANY = ('There are {} predictions and {} targets, of shapes {} and {}, so they cannot be compared one by '
+                'one. Let both have the same shape.')
 
 # %% ../../nbs/evaluate/50_reports.ipynb #0d4fe31e
 def binary_scores(
@@ -47,6 +69,7 @@ def binary_scores(
     targets, # (n,) or (n, 1) 0 or 1
 )->dict: # `accuracy`, `precision`, `recall`, `f1`, `roc_auc`
     "Scores for the class that is looked for"
+    _check_as_many(preds, targets)
     preds,targets = preds.flatten().double(),targets.flatten() > 0.5
     said = preds > 0
     right = (said & targets).sum().double()
@@ -71,19 +94,16 @@ binary_scores.names = ('accuracy', 'precision', 'recall', 'f1', 'roc_auc')
 # %% ../../nbs/evaluate/50_reports.ipynb #a152a9b2
 def regression_scores(
     preds, # (n, ...) Numbers
-    targets, # As many
+    targets, # As many, of the same shape but for dimensions of size 1
 )->dict: # `mse`, `rmse`, `mae`, `r2`
     "Errors of predicted numbers, and the share of the variance that is explained"
+    _check_as_many(preds, targets)
     preds,targets = preds.double().flatten(),targets.double().flatten()
-    if preds.shape != targets.shape: raise ValueError(_NOT_AS_MANY.format(len(preds), len(targets)))
     mse,spread = (preds-targets).square().mean(),targets.var(correction=0)
     r2 = 1-mse/spread if spread > 0 else math.nan
     return dict(mse=mse, rmse=mse.sqrt(), mae=(preds-targets).abs().mean(), r2=r2)
 
 regression_scores.names = ('mse', 'rmse', 'mae', 'r2')
-
-_NOT_AS_MANY = ('There are {} predictions and {} targets, so they cannot be compared one by one. '
-                'Let both have the same shape.')
 
 # %% ../../nbs/evaluate/50_reports.ipynb #5c6f1274
 def text_scores(

@@ -18,17 +18,31 @@ def shapes(
     return f'({", ".join(map(shapes, x))})' if isinstance(x, tuple) else f'{type(x).__name__}'
 
 # %% ../../nbs/evaluate/18_values.ipynb #70bd8aa6
+PASS_DECODE = 'Pass `decode`, a function to class numbers, such as `lambda preds: (preds > 0).long()`.'
+
 def decoded(
     preds, # (n, n_classes) Scores, or anything that `decode` takes
     decode=None, # Turns predictions into class numbers; default: the highest score
+    mend:str=PASS_DECODE, # What to do about predictions that are no such scores, as a sentence
 )->torch.Tensor: # (n,) Class numbers
     "Class numbers: by `decode`, or else the highest of several scores"
     if decode is not None: return decode(preds)
     if torch.is_tensor(preds) and preds.ndim > 1 and preds.shape[1] > 1: return preds.argmax(1)
-    raise TypeError(_NO_SCORES.format(shapes(preds)))
+    raise TypeError(_NO_SCORES.format(shapes(preds), mend))
 
-_NO_SCORES = ('Predictions of shape {} are not one score for each class, so the class is unknown. '
-              'Pass `decode`, a function to class numbers, such as `lambda preds: (preds > 0).long()`.')
+_NO_SCORES = 'Predictions of shape {} are not one score for each class, so the class is unknown. {}'
+
+# %% ../../nbs/evaluate/18_values.ipynb #1b2570da
+def check_class_numbers(
+    targets, # Of all examples
+    said, # Class numbers that were predicted
+):
+    "Refuse targets that are not one class number for each prediction"
+    if torch.is_tensor(targets) and not targets.is_floating_point() and targets.shape == said.shape: return
+    raise TypeError(_NO_CLASSES.format(shapes(targets) if targets is not None else None, shapes(said)))
+
+_NO_CLASSES = ('Targets {} are not one class number for each prediction {}, so nothing can be counted. '
+               'Targets should be whole numbers of that shape.')
 
 # %% ../../nbs/evaluate/18_values.ipynb #a19cb16a
 def class_name(

@@ -291,6 +291,57 @@ def test_text_scores():
         text_scores(["a"], [])
 
 
+def floats_of(scores):
+    return {k: float(v) for k, v in scores.items()}
+
+
+def test_scores_of_masks_count_every_pixel():
+    g = torch.Generator().manual_seed(0)
+    preds, masks = torch.randn(3, 4, 5, 6, generator=g), torch.randint(0, 4, (3, 5, 6), generator=g)
+    by_pixel = floats_of(classification_scores(preds.movedim(1, -1).reshape(-1, 4), masks.flatten()))
+    assert floats_of(classification_scores(preds, masks)) == by_pixel
+    assert floats_of(classification_scores(preds.argmax(1), masks)) == by_pixel
+    assert math.isnan(classification_scores(torch.zeros(0, 3), torch.zeros(0).long())["accuracy"])
+
+
+@pytest.mark.parametrize(
+    "preds, targets, words",
+    [
+        (torch.randn(6, 1), torch.ones(6, 1), r"shape \(6, 1\) are not one score.*Use `binary_scores`"),
+        (torch.randn(6), torch.ones(6), r"shape \(6,\) are not one score"),
+        (torch.randn(6, 5), torch.ones(6, 5), r"Targets \(6, 5\) are not one class number"),
+        (torch.randn(6, 5), torch.ones(6, 1).long(), r"Targets \(6, 1\) are not one class number"),
+        (torch.ones(6).long(), torch.ones(5).long(), r"Targets \(5,\) are not one class number"),
+        (torch.randn(6, 5), None, "Targets None are not one class number"),
+    ],
+)
+def test_what_is_no_class_for_each_example_is_refused(preds, targets, words):
+    "As the confusion matrix does"
+    with pytest.raises(TypeError, match=words):
+        classification_scores(preds, targets)
+
+
+def test_a_report_on_a_binary_net_says_what_to_use():
+    yes_or_no = TensorDataset(X, (Y > 0).float()[:, None])
+    parts = dict(model=nn.Linear(4, 1), loss_func=F.binary_cross_entropy_with_logits, data=yes_or_no)
+    with pytest.raises(TypeError, match="Use `binary_scores`.*`ReportCB"):
+        make_trainer(ReportCB(classification_scores), **parts).fit(1)
+    by_hand = lambda preds, targets: ((preds > 0).long(), targets.long())  # noqa: E731
+    trainer = make_trainer(ReportCB(classification_scores, prepare=by_hand), **parts)
+    trainer.fit(1)
+    preds, targets = trainer.get_preds()
+    right = ((preds > 0) == (targets > 0)).double().mean()
+    assert trainer.history.latest("valid_accuracy") == pytest.approx(right.item())
+
+
+def test_numbers_of_another_shape_than_their_targets_are_refused():
+    for scores in (regression_scores, binary_scores):
+        with pytest.raises(ValueError, match=r"of shapes \(2, 3\) and \(3, 2\)"):
+            scores(torch.ones(2, 3), torch.ones(3, 2))
+        column, row = torch.tensor([[1.0], [-2.0]]), torch.tensor([0.0, 1.0])
+        assert floats_of(scores(column, row)) == floats_of(scores(column[:, 0], row))
+
+
 def test_regression_scores_of_odd_targets():
     assert math.isnan(regression_scores(torch.ones(3), torch.ones(3))["r2"])
     with pytest.raises(ValueError, match="3 predictions and 2 targets"):
