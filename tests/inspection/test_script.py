@@ -1491,6 +1491,85 @@ def test_a_stream_is_written_and_loses_no_batch(stream, callbacks, monkeypatch):
     both(lambda: stream_trainer(stream, *(make() for make in callbacks)), monkeypatch)
 
 
+class Dicts:
+    "Has only `__iter__`, and goes on where somebody stopped"
+
+    def __init__(self):
+        self.batches = iter(
+            [dict(x=torch.ones(4, 8) * i, y=torch.tensor([0, 1, 2, i % 3])) for i in range(40)]
+        )
+
+    def __iter__(self):
+        for _ in range(5):
+            yield next(self.batches)
+
+
+class Triples(Dicts):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch["x"], torch.randn(4, 8), batch["y"]
+
+
+class TwoLinear(nn.Linear):
+    def forward(self, x, noise):
+        return super().forward(x + noise)
+
+
+def test_a_stream_of_dicts_without_a_loader_is_written(monkeypatch):
+    "It may have only `__iter__`"
+
+    def make():
+        set_seed(3)
+        return Trainer(
+            DataLoaders(Dicts(), Dicts()), F.cross_entropy, optim.SGD, nn.Linear(8, 3), [BasicTrainCB()]
+        )
+
+    script = both(make, monkeypatch)
+    assert "xb, yb = batch['x'], batch['y']" in str(script)
+
+
+def test_a_stream_with_two_inputs_is_written(monkeypatch):
+    def make():
+        set_seed(3)
+        dls = DataLoaders(Triples(), Triples(), n_inp=2)
+        return Trainer(dls, F.cross_entropy, optim.SGD, TwoLinear(8, 3), [BasicTrainCB(), accuracy()])
+
+    both(make, monkeypatch)
+
+
+class ReadsGlobal:
+    def __iter__(self):
+        return iterator
+
+
+class ReadsClosure:
+    def __init__(self, batches):
+        self.batches = lambda: batches
+
+    def __iter__(self):
+        return self.batches()
+
+
+class IsItsOwnCopy(Dicts):
+    def __deepcopy__(self, memo):
+        return self
+
+
+iterator = iter([])
+
+
+@pytest.mark.parametrize("kind", [ReadsGlobal, ReadsClosure, IsItsOwnCopy])
+def test_looking_at_a_stream_takes_no_batch_from_where_copies_draw_too(kind, monkeypatch):
+    batches = iter([(torch.ones(4, 8), torch.tensor([0, 1, 2, 0]))] * 3)
+    monkeypatch.setitem(globals(), "iterator", batches)
+    stream = kind(batches) if kind is ReadsClosure else kind()
+    trainer = Trainer(DataLoaders(stream), F.cross_entropy, optim.SGD, nn.Linear(8, 3), [BasicTrainCB()])
+    assert "for xb, *yb in train_dl" in str(trainer.to_script())
+    assert len(list(stream)) == (5 if kind is IsItsOwnCopy else 3)
+    if kind is IsItsOwnCopy:
+        assert len(list(stream.batches)) == 35
+
+
 # Callbacks of the library that others ask, and functions that are given to them
 
 

@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #18b6286e
-import copy
+import copy, inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 from isaac_loop.loop.passes import n_batches as known_length, rows_of
@@ -36,48 +37,85 @@ class Form:
         with_rows = list(map(has_rows, self.parts))
         return f'len({[*self.inputs, *self.targets][with_rows.index(True)]})' if any(with_rows) else None
 
-def first_batch(
-    trainer, # Whose loader it is
-    dl, # Has a length, or is left alone
-): # None if there is none to look at
-    "The first batch of a loader, which is afterwards as it was"
-    if isinstance(dl, (list, tuple)): return dl[0] if dl else None
-    if not hasattr(dl, '__len__') or hasattr(dl, '__next__'): return None
-    if known_length(dl) is None: # A stream, which may be used up
-        try: dl = copy.deepcopy(dl)
-        except Exception: return None
-    before = Snapshot(SimpleNamespace(callbacks=[], dls=trainer.dls))
-    try: return next(iter(dl), None)
-    finally: before.restore()
-
+# %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #09ba295c
 def _named(values, name):
     "A name for each of `values`, and how they are unpacked"
     names = [name] if len(values) == 1 else [f'{name}{i+1}' for i in range(len(values))]
     return names, f'({", ".join(names)}{","*(len(names) == 1)})'
 
+def _unseen(n_inp):
+    "How a batch is taken apart of which only the number of inputs is known"
+    inputs = ['xb'] if n_inp == 1 else [f'xb{i+1}' for i in range(n_inp)]
+    return Form(inputs, ['*yb'], ', '.join([*inputs, '*yb']))
+
+# %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #12214361
+def _copy_of(dl):
+    "A copy of a stream, which may be used up in its place; None if there is no such copy"
+    if _draws_from_outside(dl): return None
+    try: made = copy.deepcopy(dl)
+    except Exception: return None
+    return None if made is dl else made
+
+def _draws_from_outside(dl):
+    "Whether functions of a stream hold an iterator that a copy would share"
+    parts = [dl, *(getattr(dl, name, None) for name in ('dataset', 'sampler', 'batch_sampler'))]
+    methods = [getattr(type(part), name, None) for part in parts for name in ('__iter__', '__next__')]
+    held = [o for part in parts for o in getattr(part, '__dict__', {}).values()]
+    functions = filter(inspect.isfunction, [*methods, *held])
+    return any(isinstance(o, Iterator) for f in functions for o in _around(f))
+
+def _around(f):
+    "What a function reads from outside"
+    try: found = inspect.getclosurevars(f)
+    except ValueError: return () # A variable around it has no value yet
+    return *found.nonlocals.values(),*found.globals.values()
+
+# %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #d9660494
+def first_batch(
+    trainer, # Whose loader it is
+    dl, # A list, a loader, or a stream
+): # None if there is none to look at
+    "The first batch of a loader, which is afterwards as it was"
+    if isinstance(dl, (list, tuple)): return dl[0] if dl else None
+    is_stream = known_length(dl) is None or hasattr(dl, '__next__')
+    if not is_stream: return _first(trainer, dl)
+    made = _copy_of(dl)
+    try: return None if made is None else _first(trainer, made)
+    except Exception: return None
+
+def _first(trainer, dl):
+    "The first of a walk whose traces are put back"
+    before = Snapshot(SimpleNamespace(callbacks=[], dls=trainer.dls))
+    try: return next(iter(dl), None)
+    finally: before.restore()
+
+# %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #3f7d208c
+def _by_entries(batch, inputs, targets):
+    "How a batch that holds its parts is taken apart"
+    x,y = _named(inputs, 'xb')[0],_named(targets, 'yb')[0]
+    names,parts = [*x, *y],[*inputs, *targets]
+    entries = ', '.join(f'batch[{k!r}]' for k in batch) if hasattr(batch, 'keys') else ''
+    if entries: return Form(x, y, ', '.join(names), entries, parts)
+    return Form(x, y, ', '.join(names) + ','*(len(names) == 1), 'batch', parts)
+
+def _by_split(sides, inputs, targets):
+    "How the two `sides` that a `split` gave are taken apart, each one thing or several"
+    (x,xs),(y,ys) = _named(inputs, 'xb'),_named(targets, 'yb')
+    pairs = zip((xs, ys), sides)
+    texts = [k if isinstance(side, (tuple, list)) else k.strip('(,)') for k,side in pairs]
+    return Form(x, y, ', '.join(texts), 'split(batch)', [*inputs, *targets])
+
+# %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #e2679495
 def form_of(
     trainer, # Knows what in a batch is input
     dl, # A loader of its
 )->Form: # None if a batch has no such parts
     "How the batches of `dl` are taken apart"
     batch,dls = first_batch(trainer, dl),trainer.dls
-    own = type(trainer).split is not Trainer.split or getattr(dls, 'split', None) is not None
-    n_inp = getattr(dls, 'n_inp', None) or 1
-    if batch is None: return None if own else _unseen(n_inp)
+    is_trainers = type(trainer).split is not Trainer.split
+    has_split = is_trainers or getattr(dls, 'split', None) is not None
+    if batch is None: return None if has_split else _unseen(getattr(dls, 'n_inp', None) or 1)
     try: inputs,targets = trainer.split(batch)
     except Exception: return None # It may read what only a fit sets, such as `trainer.epoch`
-    (x,xs),(y,ys) = _named(inputs, 'xb'),_named(targets, 'yb')
-    parts = [*inputs, *targets]
-    if own:
-        raw = (inputs, targets) if type(trainer).split is not Trainer.split else dls.split(batch)
-        pairs = zip((xs, ys), raw)
-        sides = [k if isinstance(side, (tuple, list)) else k.strip('(,)') for k,side in pairs]
-        return Form(x, y, ', '.join(sides), 'split(batch)', parts)
-    names = [*x, *y]
-    entries = ', '.join(f'batch[{k!r}]' for k in batch) if hasattr(batch, 'keys') else ''
-    if entries: return Form(x, y, ', '.join(names), entries, parts)
-    return Form(x, y, ', '.join(names) + ','*(len(names) == 1), 'batch', parts)
-
-def _unseen(n_inp):
-    inputs = ['xb'] if n_inp == 1 else [f'xb{i+1}' for i in range(n_inp)]
-    return Form(inputs, ['*yb'], ', '.join([*inputs, '*yb']))
+    if not has_split: return _by_entries(batch, inputs, targets)
+    return _by_split((inputs, targets) if is_trainers else dls.split(batch), inputs, targets)
