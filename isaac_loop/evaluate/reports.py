@@ -48,8 +48,8 @@ def _class_numbers(preds, targets):
     check_class_numbers(targets, said)
     return said.flatten(),targets.flatten()
 
-_NOT_BINARY = ('Use `binary_scores` for one score of yes or no, or `ReportCB(prepare=...)` with a function to '
-               'class numbers, such as `lambda preds, targets: ((preds > 0).long(), targets.long())`.')
+_NOT_BINARY = ('Use `binary_scores` for one score of yes or no, or `ReportCB(prepare=...)` with a function '
+               'to class numbers, such as `lambda preds, targets: ((preds > 0).long(), targets.long())`.')
 
 classification_scores.names = ('accuracy', 'precision', 'recall', 'f1')
 
@@ -60,8 +60,8 @@ def _check_as_many(preds, targets):
     shapes_of = shapes(preds),shapes(targets)
     raise ValueError(_NOT_AS_MANY.format(preds.numel(), targets.numel(), *shapes_of))
 
-_NOT_AS_MANY = ('There are {} predictions and {} targets, of shapes {} and {}, so they cannot be compared one by '
-                'one. Let both have the same shape.')
+_NOT_AS_MANY = ('There are {} predictions and {} targets, of shapes {} and {}, so they cannot be compared '
+                'one by one. Let both have the same shape.')
 
 # %% ../../nbs/evaluate/50_reports.ipynb #0d4fe31e
 def binary_scores(
