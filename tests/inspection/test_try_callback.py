@@ -26,6 +26,7 @@ from isaac_loop.callbacks import BasicTrainCB, EvaluatorCB, FreezeCB, MetricsCB,
 from isaac_loop.data import exact_loader
 from isaac_loop.inspection import try_callback
 from isaac_loop.inspection import BrokenPromise
+from isaac_loop.loop.monitor import Monitor
 from observing import observe, random_states, unchanged
 from planted_faults import FAULTS, make_closure
 
@@ -161,6 +162,64 @@ def test_what_has_nothing_to_be_tried_says_so():
     assert told["state_dict"] == "has no `state_dict`" and told["hooks"] == "registers no hooks"
     assert all(told.values()) and {o.verdict for o in report.promises.values()} == {"kept", "not tried"}
     assert try_callback(prints, promises="resume")["resume"].reason == "has no state"
+
+
+class CountsAPass:
+    def before_epoch(self, trainer):
+        self.n = 0
+
+    def after_batch(self, trainer):
+        self.n += 1
+
+    def cleanup_epoch(self, trainer):
+        self.n = 0
+
+
+class RemembersNowAndThen:
+    seen = None
+
+    def before_fit(self, trainer):
+        self.seen = None
+
+    def after_batch(self, trainer):
+        self.seen = trainer.batch_num if trainer.training and trainer.batch_num == 2 else None
+
+
+class HoldsMonitor:
+    def __init__(self):
+        self.watch = Monitor("min", 0.0, 99)
+
+    def before_fit(self, trainer):
+        self.watch.reset()
+
+    def log(self, trainer):
+        self.watch.update(trainer.history.news.get("valid_loss"))
+
+
+class HoldsGenerator:
+    def __init__(self):
+        self.numbers = torch.Generator()
+
+    def after_batch(self, trainer):
+        torch.randn(1, generator=self.numbers)
+
+
+@pytest.mark.parametrize("kind", [CountsAPass, RemembersNowAndThen, HoldsMonitor, HoldsGenerator])
+def test_who_has_a_state_is_not_told_to_have_none(kind):
+    "It may be gone at the end, or lie in an object that the callback holds"
+    tried = try_callback(kind, promises="resume")["resume"]
+    assert tried.verdict == "kept" and tried.reason is None
+
+
+def test_who_holds_settings_alone_has_no_state():
+    class Settings:
+        def __init__(self):
+            self.limit, self.names = 3, ["a", "b"]
+
+        def after_batch(self, trainer):
+            assert self.limit
+
+    assert try_callback(Settings, promises="resume")["resume"].reason == "has no state"
 
 
 def test_who_changes_the_training_may_draw_random_numbers():

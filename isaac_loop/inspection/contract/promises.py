@@ -221,10 +221,14 @@ def resume(evidence):
     return []
 
 def _has_state(saved):
-    "Whether a callback holds something at the end that it did not hold at first"
+    "Whether a callback tells a state, held anything else than at first, or had something saved for it"
     tells = any(is_in(cb, saved.callbacks) for cb in stateful_callbacks(saved.trainer).values())
-    held = [getattr(o, 'x', o) for o in saved.attributes().values()]
-    return tells or saved.begun != saved.attributes() or any(hasattr(o, 'state_dict') for o in held)
+    return tells or saved.changed or saved.begun != saved.attributes() or _something_saved(saved)
+
+def _something_saved(saved):
+    "Whether the saved run has anything that has changed in a callback, also deep in an object that it holds"
+    names = tuple(f'{callback_name(cb)}.' for cb in saved.callbacks)
+    return any(o['state'] for name,o in saved.taken[1]['own'].items() if f'{name}.'.startswith(names))
 
 def _counts(name, both, callbacks):
     "Whether a difference means that something was lost; what was never there was not"

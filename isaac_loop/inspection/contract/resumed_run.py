@@ -45,6 +45,7 @@ class Saving(_AtSave):
     "Takes the state of a run after some batches of an epoch, and lets it go on"
     taken,start = None,None # Weights and state, random numbers
     begun,held = None,None # What callbacks held at first, and when they were saved
+    changed = False # Have they held anything else between two batches of the epoch?
 
     def before_fit(self, trainer):
         "Refuse a state that could not be taken"
@@ -59,6 +60,7 @@ class Saving(_AtSave):
         self.start = plain_random_state()
         for i,batch in enumerate(batches, 1):
             yield batch
+            self.changed = self.changed or self.attributes() != self.begun
             if i != self.done: continue
             self.held,self.told = self.attributes(),self.states()
             self.taken = take_state(trainer, self.epoch, i)
