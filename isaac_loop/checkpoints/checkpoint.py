@@ -14,6 +14,7 @@ from torch import nn, optim
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
 from ..basics.checks import check_flag, local_path, warn
+from ..basics.old_names import old_words
 from ..basics.output import say
 from .background_writes import BackgroundWrites
 from .counted_fits import CountedFits
@@ -38,6 +39,7 @@ from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #b5719676
+@old_words
 class CheckpointCB(ResumingCB):
     "Save everything of the run, and go on from there when the script is started again"
     def __init__(self,

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from fastcore.basics import patch
 
 from .best_weights import evaluated_model
+from ..basics.old_names import old_words
 from ..basics.settings import show_settings
 from ..basics.checks import check_list, did_you_mean, local_path
 from ..loop.events import CancelException, Order
@@ -40,6 +41,7 @@ def _inside(name, part): return fnmatchcase(name, part) or fnmatchcase(name, f'{
 _NO_RULE = ("`every` is {!r}, which does not say when to export. "
             "Use 'epoch', a number of optimizer updates, or a function of the trainer.")
 
+@old_words
 class ExportCB:
     "Write the weights alone, for others to load, now and then and at the end"
     order = Order.SAVE

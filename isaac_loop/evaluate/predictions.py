@@ -95,6 +95,7 @@ def _looking_at(self:Trainer, dl, callbacks, *watchers, share=False):
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #f16e2411
 @patch
+@old_words
 def get_preds(self:Trainer,
     dl=None, # A loader, 'train' or 'valid'; default: `dls.valid`
     with_inputs:bool=False, # Also give back what went into the model?
