@@ -107,6 +107,30 @@ def check_flag(
     if type(value).__name__ in ('bool', 'bool_'): return bool(value) # Of Python or NumPy
     raise TypeError(f'`{name}` is {value!r}, which is neither True nor False. Use one of them.')
 
+def check_flags(
+    **flags, # What was given, by the names of the arguments
+):
+    "Refuse what is neither True nor False"
+    for name,value in flags.items(): check_flag(value, name)
+
+# %% ../../nbs/basics/10_checks.ipynb #f8303f00
+def check_text(
+    value, # What was given
+    name:str, # Name of the argument, for the message
+    why:str, # Why nothing else will do, for the message: 'a callback is found by it'
+    none:str=None, # What None means, for the message; without it None is refused
+)->str: # The same
+    "`value`, if it is text, or an error"
+    if isinstance(value, str) or (value is None and none is not None): return value
+    instead = '' if none is None else f', or None {none}'
+    raise TypeError(f'`{name}` is {value!r}, but {why}. Use text{instead}.')
+
+def check_name(
+    name, # What a callback was given as its `name`
+)->str: # The same
+    "`name`, if it is text, or an error"
+    return check_text(name, 'name', 'a callback is found by its name')
+
 # %% ../../nbs/basics/10_checks.ipynb #3d35f753
 _NO_FUNCTION = '`{name}` is {f!r}, which cannot be called. Pass a function of {wanted}.'
 _REFUSES = '`{name}` is called with {wanted}, and does not take that: {error}. Pass a function that does.'

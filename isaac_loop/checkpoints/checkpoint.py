@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from torch import nn, optim
 
 import isaac_loop.checkpoints.save_and_load  # noqa: F401  `trainer.save` and `trainer.load`
-from ..basics.checks import check_flag, local_path, warn
+from ..basics.checks import check_choice, check_flag, local_path, warn
 from ..basics.old_names import old_words
 from ..basics.output import say
 from .background_writes import BackgroundWrites
@@ -57,6 +57,7 @@ class CheckpointCB(ResumingCB):
         # The same folder in every fit, wherever the program is by then
         if folder is not None: folder = local_path(folder, 'CheckpointCB').absolute()
         check_verify(verify)
+        if monitor is None: check_choice(mode, 'mode', ('min', 'max'), none='without a `monitor`')
         mode = mode_of(monitor, mode) if monitor is not None else 'min'
         check_keeping(keep_last, keep_best, None, mode)
         check_pattern(pattern)

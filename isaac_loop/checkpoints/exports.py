@@ -17,7 +17,7 @@ from ..basics.checks import check_list, did_you_mean, local_path
 from ..loop.events import CancelException, Order
 from ..loop.history import updates_of_run
 from ..state.run_parts import bare
-from ..state.store import CheckpointStore
+from ..state.store import CheckpointStore, check_keeping
 
 # %% ../../nbs/checkpoints/50_exports.ipynb #f48fd03c
 _NO_PART = 'The model has no weights in `{}`, so there would be nothing to export; there are {}.{}'
@@ -56,6 +56,7 @@ class ExportCB:
     ):
         is_count = isinstance(every, int) and not isinstance(every, bool) and every > 0
         if not (every == 'epoch' or callable(every) or is_count): raise ValueError(_NO_RULE.format(every))
+        check_keeping(keep_last, 0, None, 'min')
         if isinstance(parts, str): parts = [parts]
         if parts is not None: parts = check_list(parts, 'parts', 'it names modules')
         self.folder = local_path(folder, 'ExportCB').absolute()

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from .no_effect import warn_of_rates
 from .resuming import between_passes, ResumingCB, start_of_pass
-from ..basics.checks import check_count
+from ..basics.checks import check_count, check_flag
 from ..loop.events import Order
 from ..state.comings import go_back
 from ..state.run_checks import check_fits
@@ -34,7 +34,7 @@ class RewindCB(ResumingCB):
     ):
         check_count(every, 'every', none='for the beginning of each epoch')
         check_count(keep, 'keep')
-        self.every,self.keep,self.strict = every,keep,strict
+        self.every,self.keep,self.strict = every,keep,check_flag(strict, 'strict')
         self.states = {} # What was kept, by epoch and batch
         self._to,self._found = None,None # What was chosen: for the next fit, and in this one
         self._at = 0 # Updates when the newest was kept

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, did_you_mean, is_number, warn
+from ..basics.checks import check_count, check_flags, did_you_mean, is_number, warn
 from ..loop.callback_list import is_in
 from ..loop.events import Order, callback_name
 from ..basics.tensors import SEQUENCES, map_tensors
@@ -102,6 +102,7 @@ class BatchTransformCB:
         on_valid:bool=True, # In validation passes?
     ):
         if not callable(tfm): raise TypeError(_NOT_CALLED.format(tfm=tfm))
+        check_flags(on_train=on_train, on_valid=on_valid)
         self.tfm,self.on_train,self.on_valid = tfm,on_train,on_valid
 
     def before_batch(self, trainer):
@@ -157,6 +158,7 @@ class BatchAugmentationCB:
         self.tfms = {key: tfm for key,tfm in tfms.items() if tfm is not None}
         for key,tfm in self.tfms.items():
             if not callable(tfm): raise TypeError(_NO_FUNCTION.format(key=key, tfm=tfm))
+        check_flags(on_train=on_train, on_valid=on_valid is not None and on_valid)
         self.on_train,self.on_valid,self._not_said = on_train,bool(on_valid),on_valid is None
 
     def before_batch(self, trainer):

@@ -10,10 +10,10 @@ import torch
 from fastcore.basics import patch
 from torch.amp import GradScaler, autocast
 
-from ..basics.checks import warn
+from ..basics.checks import check_number, warn
 from ..basics.settings import show_settings
 from ..loop.events import CancelException, CancelStepException, Order, replaces
-from ..loop.optimizer import one_optimizer
+from ..loop.optimizer import check_opt_name, one_optimizer
 from ..train.closures import refuse_closure
 from ..train.optimizer_options import parameters_beside
 
@@ -32,7 +32,8 @@ class MixedPrecisionCB:
     ):
         self.dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if self.dtype not in (torch.bfloat16, torch.float16): raise ValueError(_NO_DTYPE.format(dtype=dtype))
-        self.init_scale,self.opt = init_scale,opt
+        check_number(init_scale, 'init_scale', 'the loss is multiplied with it', above=0)
+        self.init_scale,self.opt = init_scale,check_opt_name(opt)
         self._open,self._loss,self._unscaled = None,None,False # Autocast, the true loss, whether unscaled
         self._tried,self._overflowed = 0,0 # Steps of this pass
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import check_function, warn
+from ..basics.checks import check_flags, check_function, warn
 from ..basics.old_names import old_words
 from ..basics.settings import show_settings
 from ..basics.tensors import map_tensors, n_examples
@@ -183,6 +183,7 @@ class CapturePredsCB(CapturedParts):
         write=None, # Called with the `Predictions` of each batch, which are then not kept
     ):
         if write is not None: check_function(write, 'write', 'predictions')
+        check_flags(with_inputs=with_inputs, with_loss=with_loss)
         self.with_inputs,self.with_loss,self.write = with_inputs,with_loss,write
 
     def before_fit(self, trainer):

@@ -70,7 +70,10 @@ class DropoutOnCB:
     __repr__ = show_settings
     def __init__(self,
         kinds=nn.modules.dropout._DropoutNd, # Class of the modules to switch on, or a tuple of classes
-    ): self.kinds,self._switched = kinds,[]
+    ):
+        classes = kinds if isinstance(kinds, tuple) else (kinds,)
+        if not all(isinstance(o, type) for o in classes): raise TypeError(_NO_KINDS.format(kinds))
+        self.kinds,self._switched = kinds,[]
 
     def _dropout(self, trainer): return [o for o in trainer.model.modules() if isinstance(o, self.kinds)]
 
@@ -88,6 +91,8 @@ class DropoutOnCB:
         for module in self._switched: module.training = False
         self._switched = []
 
+_NO_KINDS = ('`kinds` is {!r}, but modules are known by their class. Use a class such as `nn.LSTM`, or a '
+             'tuple of classes.')
 _NO_DROPOUT = ('`{}` has no dropout module, so every pass would be the same. '
                'Dropout inside another module needs its class: `DropoutOnCB(kinds=nn.LSTM)`.')
 

@@ -19,7 +19,7 @@ from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same
 from .capturing import Predictions
 from .values import check_class_numbers, class_name, decoded, shapes
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, check_function, local_path, warn
+from ..basics.checks import check_count, check_flags, check_function, check_name, local_path, warn
 from ..loop.events import CancelEpochException, Order, callback_name
 from ..show.media_files import check_folder, replace_file
 
@@ -181,7 +181,7 @@ class ReportCB(_AfterPassCB):
         self.every = _checked_every(every)
         _check_report(functions, named)
         if prepare is not None: check_function(prepare, 'prepare', 'preds', 'targets')
-        if name: self.name = name
+        if name: self.name = check_name(name)
         self.sets,self.prepare,self.with_loss = _named_sets(dl),prepare,False
         self._dl = dl
         self.functions,self.named = functions,{k: function_of(k, m) for k,m in named.items()}
@@ -318,7 +318,8 @@ class PredictionsCSVCB(_AfterPassCB):
             raise ValueError(_ONE_FILE.format(self.path, len(self.sets)))
         _check_classes(classes, decode)
         self._options = dict(classes=classes, decode=decode, with_scores=with_scores)
-        if name: self.name = name
+        check_flags(with_loss=with_loss, with_scores=with_scores)
+        if name: self.name = check_name(name)
 
     def before_fit(self, trainer):
         "See whether the files can be written"

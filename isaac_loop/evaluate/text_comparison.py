@@ -19,7 +19,7 @@ from .data_sets import aside
 from .shared_evaluation import first_row
 from ..data.shared_loaders import rows_given
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, check_list, warn
+from ..basics.checks import check_count, check_flag, check_list, check_name, warn
 from ..loop.events import CancelException, Order
 from ..basics.tables import Table
 from ..basics.tensors import map_tensors, n_examples
@@ -122,7 +122,8 @@ class TextComparisonCB:
         self.decode,self.generate,self.tokens = decode,generate,tokens
         self.truth,self.lengths = truth,lengths
         self.eos,self.ignore = eos,_several(ignore)
-        self.name,self.show,self.rows = name,show,[]
+        self.name,self.show = check_name(name),check_flag(show, 'show')
+        self.rows = []
 
     def columns(self, trainer)->list: # Names
         "The columns that this callback will write into the history"

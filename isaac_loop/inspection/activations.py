@@ -13,9 +13,9 @@ from fastcore.basics import patch
 
 from ..basics.figures import whole_ticks, quiet
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, check_list, warn
+from ..basics.checks import check_count, check_flags, check_list, warn
 from ..loop.events import Order
-from ..models.hooks import Hooks, find_modules, first_tensor
+from ..models.hooks import Hooks, as_filter, find_modules, first_tensor
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
 from ..basics.tables import Table
 from ..basics.old_names import old_words
@@ -40,6 +40,8 @@ class HooksCallback:
     ):
         if not callable(hookfunc): raise TypeError(_NO_FUNCTION.format(hookfunc=hookfunc))
         if modules is not None: modules = check_list(modules, 'modules', 'each gets a hook')
+        as_filter(module_filter)
+        check_flags(on_train=on_train, on_valid=on_valid)
         self.hookfunc,self.module_filter,self.modules = hookfunc,module_filter,modules
         self.on_train,self.on_valid,self.hooks = on_train,on_valid,[]
 

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..stop.device_flags import FlagsCB, where_found
 from ..basics.checks import check_count, check_function
 from ..loop.events import Order
-from ..models.hooks import Hooks, find_modules
+from ..models.hooks import Hooks, as_filter, find_modules
 from ..basics.tensors import map_tensors
 
 # %% ../../nbs/inspection/51_first_nonfinite.ipynb #46f664eb
@@ -39,6 +39,7 @@ class NonFiniteCB(FlagsCB):
     ):
         self.every = check_count(every, 'every', 'batches are counted')
         check_function(report, 'report', 'text')
+        as_filter(module_filter)
         self.module_filter,self.report = module_filter,report
         self.found,self.hooks,self._of_batch = None,[],[]
 

@@ -13,10 +13,10 @@ import torch
 
 from ..basics.output import say
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, local_path
+from ..basics.checks import check_count, check_flag, local_path
 from ..loop.events import CancelException, Order
 from ..loop.batch_record import as_tensor, check_column
-from ..models.hooks import find_parameters
+from ..models.hooks import as_filter, find_parameters
 from ..show.media_files import check_format
 from ..loop.numbers_on_device import DeviceRecord, histogram, place_of
 from ..loop.shared_attributes import check_columns
@@ -93,7 +93,8 @@ class GradientStatsCB:
         every:int=1, # Look at every so many updates
         column:str='grad_norm', # Name of the column of the norm of all of them
     ):
-        self.module_filter,self.show,self.stats = module_filter,show,{}
+        as_filter(module_filter)
+        self.module_filter,self.show,self.stats = module_filter,check_flag(show, 'show'),{}
         self.column = check_column(column)
         self.every = check_count(every, 'every', 'updates are counted')
 

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 from ..basics.settings import show_settings
 from ..basics.checks import check_count
 from ..loop.events import Order
-from ..models.hooks import find_parameters
+from ..models.hooks import as_filter, find_parameters
 from ..loop.numbers_on_device import DeviceRecord, place_of
 from ..show.curves import plot_lines, recorded
 
@@ -26,6 +26,7 @@ class UpdateRatioCB:
         module_filter=None, # Of which modules: a class or several, or a function of a module; default: all
         every:int=1, # Look at every so many updates
     ):
+        as_filter(module_filter)
         self.every = check_count(every, 'every', 'updates are counted')
         self.module_filter,self.record,self._before = module_filter,{},{}
 

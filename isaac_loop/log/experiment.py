@@ -17,7 +17,7 @@ from .run_config import RunConfig
 from .file_values import finite, plain
 from .run_facts import ENDED, described, outcome_of, settings
 from ..basics.settings import show_settings
-from ..basics.checks import check_list, local_path, warn
+from ..basics.checks import check_flag, check_list, local_path, warn
 from ..loop.events import CancelException, Order, callback_name
 from .log_text import LogFile, tee_streams, untee_streams
 from ..show.media_files import replace_file
@@ -83,7 +83,7 @@ class ExperimentCB:
         self.root = local_path(root, 'ExperimentCB', 'root').absolute()
         self.project,self.experiment = plain_name('project', project),plain_name('name', name)
         self.hyper,self.files,self.resume = _hyper(hyper),_checked_files(files),_checked_resume(resume)
-        self.tee,self._url = tee,_checked_url(url)
+        self.tee,self._url = check_flag(tee, 'tee'),_checked_url(url)
         self._of,self._about = None,None # The trainer, and what others are told
         self._log,self._row,self._tees = None,None,{} # Of the present fit
         self._kept,self._is_old = False,False # Is the record written? Was there something in the folder?

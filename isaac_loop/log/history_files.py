@@ -10,7 +10,7 @@ import re
 from functools import partial
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_list, did_you_mean, local_path, warn
+from ..basics.checks import check_flags, check_list, did_you_mean, local_path, warn
 from ..show.curves import history_figure
 from ..loop.events import Order
 from ..show.media_files import check_folder, check_format, csv_text, media_file, replace_file
@@ -66,6 +66,7 @@ class HistoryFilesCB:
         if plot is not None: check_format(plot, 'plot')
         if folder is not None: folder = local_path(folder, 'HistoryFilesCB').absolute()
         self.folder,self.table,self.plot = folder,tables,plot
+        check_flags(each_epoch=each_epoch, keep_plots=keep_plots)
         self.each_epoch,self.keep_plots = each_epoch,keep_plots
         self._folder,self._warned = None,set()
 

@@ -11,7 +11,7 @@ import io, traceback
 from ..metrics.metrics import as_text
 from .run_facts import ENDED, outcome_of
 from ..basics.settings import show_settings
-from ..basics.checks import check_choice, check_count, check_function, warn
+from ..basics.checks import check_choice, check_count, check_flag, check_function, warn
 from ..show.curves import history_figure
 from ..loop.events import CancelException, Order
 from ..loop.shared_attributes import offered
@@ -139,7 +139,7 @@ class NotifyCB:
     ):
         check_function(send, 'send', 'subject', 'text', 'files')
         self.every = check_count(every, 'every', 'epochs are counted', none='for the end alone')
-        self._send,self.end,self._first = send,end,None
+        self._send,self.end,self._first = send,check_flag(end, 'end'),None
 
     def before_fit(self, trainer):
         "Begin a new story"

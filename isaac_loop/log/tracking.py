@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from fastcore.basics import patch
 
 from ..basics.settings import show_settings
-from ..basics.checks import local_path
+from ..basics.checks import check_text, local_path
 from ..checkpoints.resuming import CompleteAlready
 from .file_values import beside, plain
 from .log_interface import Outlet
@@ -103,7 +103,8 @@ class TrackingCB:
     ):
         self.path = None if path is None else local_path(path, 'TrackingCB', 'path').absolute()
         self._outlet = None if path is None else Outlet(RunTables(self.path), failed=_NOT_WRITTEN)
-        self.experiment,self.run,self.resumed = experiment,None,None
+        self.experiment = check_text(experiment, 'experiment', 'a run is found by it', none='for no name')
+        self.run = self.resumed = None
         self.fit_stats,self.epoch_stats = [],[]
         self.batch_stats,self.fit_ends = _BatchRows(),[]
         self._trainer,self._open = None,False

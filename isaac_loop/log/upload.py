@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from fastcore.basics import patch
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, is_number, local_path, warn
+from ..basics.checks import check_count, check_flag, is_number, local_path, warn
 from ..loop.events import CancelException, Order
 from ..loop.shared_attributes import offered
 from ..show.media_files import replace_file
@@ -124,7 +124,8 @@ class UploadCB:
         self.every = check_count(every, 'every', 'epochs are counted')
         self.retries = check_count(retries, 'retries', 'tries are counted', least=0)
         self.wait = _checked_wait(wait)
-        self.folder,self.drop = None if folder is None else local_path(folder, 'UploadCB').absolute(),drop
+        self.folder = None if folder is None else local_path(folder, 'UploadCB').absolute()
+        self.drop = check_flag(drop, 'drop')
         self._url,self._options = url,options
         if url is not None: _connect(url, options)
         self.target,self.behind = None,[] # The address of the copy, and what is not there yet

@@ -14,7 +14,7 @@ from types import FunctionType
 
 import torch
 
-from ..basics.checks import warn
+from ..basics.checks import check_text, warn
 from .events import CancelFitException
 
 # %% ../../nbs/loop/33_optimizer.ipynb #afc8af81
@@ -215,3 +215,10 @@ def one_optimizer(
     there = [k for k,o in vars(trainer).items() if isinstance(o, torch.optim.Optimizer)]
     hint = f' There are {there}.' if there else ''
     raise AttributeError(_NO_OPTIMIZER.format(who=who, name=name, hint=hint))
+
+# %% ../../nbs/loop/33_optimizer.ipynb #034358b9
+def check_opt_name(
+    opt, # What was given as `opt`
+)->str: # The same
+    "`opt`, if it is text, or an error"
+    return check_text(opt, 'opt', "it names the trainer's attribute that holds the optimizer, such as 'opt'")

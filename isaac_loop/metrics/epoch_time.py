@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..basics.output import say
 from ..basics.settings import show_settings
-from ..basics.checks import check_count
+from ..basics.checks import check_count, check_flag
 from ..loop.events import Order
 from ..basics.tables import clock, short
 
@@ -35,7 +35,7 @@ class EpochTimeCB:
         show:bool=True, # Print the estimate?
     ):
         self.n_batches = check_count(n_batches, 'n_batches', 'without a batch there is nothing to measure')
-        self.show,self.estimate = show,None
+        self.show,self.estimate = check_flag(show, 'show'),None
 
     def before_fit(self, trainer):
         "Forget the last run"

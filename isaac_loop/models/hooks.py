@@ -84,10 +84,22 @@ class Hooks(list):
     def __exit__(self, *args): self.remove()
     def __del__(self): self.remove()
 
-# %% ../../nbs/models/30_hooks.ipynb #3b5cabc0
-_NO_MODULES = 'The model is a {kind}, which has no modules to look into. Hooks need an `nn.Module`.'
+# %% ../../nbs/models/30_hooks.ipynb #14370f76
 _NO_FILTER = ('`module_filter` is {module_filter!r}. Use a class such as `nn.ReLU`, a tuple of classes, or '
               'a function of a module.')
+
+def as_filter(
+    module_filter, # A class, several in a tuple, a function, or None; anything else is an error
+): # Called with a module
+    "A function of a module that says yes or no"
+    if module_filter is None: return lambda module: True
+    kinds = module_filter if isinstance(module_filter, tuple) else (module_filter,)
+    if kinds and all(isinstance(o, type) for o in kinds): return lambda module: isinstance(module, kinds)
+    if callable(module_filter): return module_filter
+    raise TypeError(_NO_FILTER.format(module_filter=module_filter))
+
+# %% ../../nbs/models/30_hooks.ipynb #3b5cabc0
+_NO_MODULES = 'The model is a {kind}, which has no modules to look into. Hooks need an `nn.Module`.'
 _NONE_FOUND = ('`module_filter` accepts none of the {n} modules of `{kind}`, so nothing would be seen. '
                'There are, for instance, {some}.')
 
@@ -97,20 +109,12 @@ def find_modules(
 )->dict: # Modules by name, in the order of the model's definition
     "The modules of `model` that `module_filter` accepts"
     if not hasattr(model, 'named_modules'): raise TypeError(_NO_MODULES.format(kind=type(model).__name__))
-    accepts = _as_filter(module_filter)
+    accepts = as_filter(module_filter)
     kind = type(model).__name__
     named = {name or kind: module for name,module in model.named_modules()}
     found = {name: module for name,module in named.items() if accepts(module)}
     if not found: raise ValueError(_NONE_FOUND.format(n=len(named), kind=kind, some=_some(named)))
     return found
-
-def _as_filter(module_filter):
-    "A function of a module that says yes or no"
-    if module_filter is None: return lambda module: True
-    kinds = module_filter if isinstance(module_filter, tuple) else (module_filter,)
-    if kinds and all(isinstance(o, type) for o in kinds): return lambda module: isinstance(module, kinds)
-    if callable(module_filter): return module_filter
-    raise TypeError(_NO_FILTER.format(module_filter=module_filter))
 
 def _some(named):
     "A few of the modules, innermost first, for an error"

@@ -8,7 +8,7 @@ __all__ = ['CoreCBs']
 # %% ../../nbs/recipes/10_recipes.ipynb #87ffe047
 import torch
 
-from ..basics.checks import check_function
+from ..basics.checks import check_flags, check_function
 from ..inspection.activations import ActivationStatsCB
 from ..device.device import DeviceCB
 from ..metrics.any_metric import check_no_options
@@ -57,6 +57,7 @@ class CoreCBs:
         check_no_options(metrics, type(self), CoreCBs, MetricsCB)
         _check_no_metric(device=device, module_filter=module_filter, progress=progress, train=train)
         _check_no_metric(stop_nonfinite=stop_nonfinite)
+        check_flags(progress=progress, stop_nonfinite=stop_nonfinite)
         _check_device(device)
         if train is not None: _check_train(train)
         self.callbacks = [DeviceCB(device), BasicTrainCB() if train is None else train, MetricsCB(**metrics)]

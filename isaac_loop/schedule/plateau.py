@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 from .schedulers import EpochSchedulerCB
 from ..loop.monitor import check_monitored, mode_of, value_now
+from ..loop.optimizer import check_opt_name
 from ..state.keeps_state import check_same_monitor
 from ..basics.checks import check_choice, check_count, check_number, is_number, warn
 from ..train.optimizer_options import put_option, rates_of
@@ -43,7 +44,7 @@ class StepSchedulerCB(EpochSchedulerCB):
         if not (is_number(factor) and factor > 0): raise ValueError(_NO_FACTOR.format(factor=factor))
         check_number(min_lr, 'min_lr', 'rates are compared with it', none='for any rate')
         self.epochs = _checked_epochs(epochs)
-        self.factor,self.min_lr,self.opt = factor,min_lr,opt
+        self.factor,self.min_lr,self.opt = factor,min_lr,check_opt_name(opt)
 
     def _make(self, opt, trainer):
         if isinstance(self.epochs, int): return lr_scheduler.StepLR(opt, self.epochs, self.factor)
@@ -80,7 +81,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         if not kwargs.get('factor', 0.1) > 0: raise ValueError(_NO_FACTOR.format(factor=kwargs['factor']))
         check_choice(kwargs.get('threshold_mode', 'rel'), 'threshold_mode', ('rel', 'abs'))
         try_out(lr_scheduler.ReduceLROnPlateau, kwargs)
-        self.monitor,self.opt,self.options = monitor,opt,kwargs
+        self.monitor,self.opt,self.options = monitor,check_opt_name(opt),kwargs
 
     def before_fit(self, trainer):
         "Make the schedule, and see whether somebody records what it watches"

@@ -23,7 +23,7 @@ from ..basics.old_names import old_words
 from .annealing import draw_curves
 from ..data.dataloaders import DataLoaders
 from ..loop.events import Order, callback_name
-from ..loop.optimizer import one_optimizer
+from ..loop.optimizer import check_opt_name, one_optimizer
 from ..loop.passes import planned_updates
 from ..loop.shared_attributes import offering
 from ..train.optimizer_options import BeforeSchedule, options_of, put_option
@@ -75,7 +75,7 @@ class SchedulerCB:
     ):
         kind = type(scheduler_func).__name__
         if not callable(scheduler_func): raise TypeError(_NO_FUNCTION.format(kind=kind))
-        self.scheduler_func,self.opt = scheduler_func,opt
+        self.scheduler_func,self.opt = scheduler_func,check_opt_name(opt)
 
     def before_fit(self, trainer):
         "Make the schedule from the optimizer"

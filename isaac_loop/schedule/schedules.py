@@ -12,12 +12,13 @@ from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch.optim import lr_scheduler
 
-from ..basics.checks import check_number, is_number, warn
+from ..basics.checks import check_flags, check_number, is_number, warn
 from .annealing import DECAYS, check_decay, check_length, check_numbers
 from .annealing import cycle_progress, decay_at, rise, updates_of
 from .schedulers import BatchSchedulerCB
 from .scheduler_checks import check_curve, check_options, try_out
 from ..train.optimizer_options import rates_of
+from ..loop.optimizer import check_opt_name
 
 # %% ../../nbs/schedule/20_schedules.ipynb #bddd3508
 def _tops(opt, lr, own):
@@ -38,10 +39,11 @@ class OneCycleSchedulerCB(BatchSchedulerCB):
         **kwargs, # For `OneCycleLR`
     ):
         check_options(self, kwargs)
+        check_flags(**{o: kwargs[o] for o in ('cycle_momentum', 'three_phase') if o in kwargs})
         momenta = ('base_momentum', 'max_momentum') if kwargs.get('cycle_momentum', True) else ()
         check_curve(kwargs, ('pct_start', 'div_factor', 'final_div_factor'), momenta)
         try_out(lr_scheduler.OneCycleLR, kwargs, max_lr=1., total_steps=10)
-        self.opt,self.options = opt,kwargs
+        self.opt,self.options = check_opt_name(opt),kwargs
 
     def _make(self, opt, trainer):
         n,share = trainer.total_updates,self.options.get('pct_start', 0.3)
@@ -96,7 +98,7 @@ class WarmupSchedulerCB(_FactorCB):
         self.decay,self.power,self.k = decay,power,k
         self.warmup,self.hold,self.cooldown = warmup,hold,cooldown
         self.start_factor,self.end_factor,self.timescale = start_factor,end_factor,timescale
-        self.cycles,self.cycle_mult,self.opt = cycles,cycle_mult,opt
+        self.cycles,self.cycle_mult,self.opt = cycles,cycle_mult,check_opt_name(opt)
 
 # %% ../../nbs/schedule/20_schedules.ipynb #aef6014d
 _TOO_LONG = ('`{cb}`: warm-up, hold and cool-down take {needed} updates, but this fit has only {total}. It '
@@ -152,7 +154,7 @@ class WSDSchedulerCB(_FactorCB):
         if not (is_number(spacing) and spacing > 1): raise ValueError(_NO_SPACING.format(spacing=spacing))
         self.warmup,self.decay_length,self.decay = warmup,decay_length,decay
         self.n_decays,self.spacing,self.power = n_decays,spacing,power
-        self.start_factor,self.end_factor,self.opt = start_factor,end_factor,opt
+        self.start_factor,self.end_factor,self.opt = start_factor,end_factor,check_opt_name(opt)
 
     def decays(self,
         total:int, # Updates in the run

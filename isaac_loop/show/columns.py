@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fastcore.basics import patch
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, check_function, did_you_mean, warn
+from ..basics.checks import check_count, check_flags, check_function, check_name, did_you_mean, warn
 from ..loop.events import Order, callback_name
 from ..loop.monitor import check_monitored
 from ..basics.tables import row_text
@@ -44,7 +44,8 @@ class DerivedColumnsCB:
         **functions, # By the name of the new column: functions of the row; with `at_end` of the history
     ):
         _check_functions(functions)
-        if name: self.name = name
+        check_flags(at_end=at_end, strict=strict)
+        if name: self.name = check_name(name)
         self.at_end,self.strict,self.functions = at_end,strict,functions
 
     def columns(self, trainer)->list: # Names
@@ -108,7 +109,8 @@ class RenameColumnsCB:
         **more, # The same as keywords: `valid_loss='test_loss'`
     ):
         self.names,self.strict = {**_by_old_name(names), **more},strict
-        if name: self.name = name
+        check_flags(strict=strict)
+        if name: self.name = check_name(name)
         _check_names(self.names)
 
     def columns(self, trainer)->list: # Names
@@ -157,6 +159,7 @@ class PrintColumnsCB:
     ):
         self.every = check_count(every, 'every', 'epochs are counted')
         check_function(report, 'report', 'line')
+        check_flags(strict=strict, list_names=list_names)
         for name in names:
             if not isinstance(name, str): raise TypeError(_NO_NAME.format(name))
         self.names,self.strict = names,strict

@@ -7,7 +7,7 @@ __all__ = ['EarlyStoppingCB']
 
 # %% ../../nbs/stop/10_early_stopping.ipynb #262a59a3
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, check_number, warn
+from ..basics.checks import check_count, check_flags, check_number, warn
 from ..basics.old_names import old_words
 from ..loop.events import Order
 from ..loop.monitor import Monitor, check_monitored, mode_of, value_now
@@ -52,6 +52,7 @@ class EarlyStoppingCB(KeepsBest, Monitor):
         divergence:float=None, # Stop at once when the value is this bad, or NaN
         reset:bool=True, # Begin anew in each fit, or go on counting?
     ):
+        check_flags(or_equal=or_equal, reset=reset)
         self.monitor,self.anew = monitor,reset
         self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
         _check_levels(threshold=threshold, baseline=baseline, divergence=divergence)

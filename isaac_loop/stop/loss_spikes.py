@@ -13,7 +13,7 @@ import torch
 
 from ..loop.numbers_on_device import one_number
 from .device_flags import FlagsCB, where_found
-from ..basics.checks import check_count, check_function, check_list, is_number
+from ..basics.checks import check_count, check_flag, check_function, check_list, is_number
 from ..loop.events import CancelBatchException, Order
 
 # %% ../../nbs/stop/50_loss_spikes.ipynb #9417857b
@@ -56,7 +56,7 @@ class LossSpikeCB(FlagsCB):
         self.every = check_count(every, 'every', 'batches are counted')
         self.start_batch = check_count(start_batch, 'start_batch', 'batches are numbered from 0', least=0)
         self.factor,self.decay,self.min_delta = factor,decay,min_delta
-        if not stop: check_function(report, 'report', 'text')
+        if not check_flag(stop, 'stop'): check_function(report, 'report', 'text')
         self.stop,self.skip,self.report = stop,_places(skip),report
 
     def _start(self, trainer):

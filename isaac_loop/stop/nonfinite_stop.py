@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from .device_flags import FlagsCB, where_found
-from ..basics.checks import check_count
+from ..basics.checks import check_count, check_flag
 from ..loop.events import CancelBatchException, CancelStepException, Order
 from ..train.optimizer_options import parameters_of
 
@@ -36,7 +36,8 @@ class NonFiniteStopCB(FlagsCB):
         every:int=100, # Read the flags after so many batches, and after each pass; 1 prevents the bad step
         gradients:bool=True, # Look at gradients too? Not with fp16 scaling, which leaves infinite ones out
     ):
-        self.every,self.gradients = check_count(every, 'every', 'batches are counted'),gradients
+        self.every = check_count(every, 'every', 'batches are counted')
+        self.gradients = check_flag(gradients, 'gradients')
 
     def _start(self, trainer):
         "Forget the last run"

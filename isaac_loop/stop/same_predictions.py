@@ -12,7 +12,7 @@ import torch
 
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, check_function
+from ..basics.checks import check_count, check_flag, check_function
 from ..loop.events import Order
 from ..metrics.losses import ended_in_error
 from ..state.keeps_state import KeepsState
@@ -46,7 +46,7 @@ class SamePredictionsCB(KeepsState):
         self.patience = check_count(patience, 'patience', 'passes are counted')
         self.start_epoch = check_count(start_epoch, 'start_epoch', 'epochs are numbered from 0', least=0)
         if labels is not None: check_function(labels, 'labels', 'preds')
-        if not stop: check_function(report, 'report', 'text')
+        if not check_flag(stop, 'stop'): check_function(report, 'report', 'text')
         self.value,self.stop = value,stop
         self.labels,self.report = labels,report
 

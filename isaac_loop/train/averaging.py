@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_choice, is_number, warn
+from ..basics.checks import check_choice, check_flag, is_number, warn
 from ..basics.tensors import OF_MODULES, map_tensors
 from ..loop.events import CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
@@ -51,7 +51,7 @@ class _AveragingCB:
     def __init__(self,
         keep:bool=False, # Leave the average in the model when the fit has ended?
     ):
-        self.keep = keep
+        self.keep = check_flag(keep, 'keep')
 
     def before_fit(self, trainer):
         "Begin a new average with the present weights"
@@ -221,7 +221,7 @@ class EMACB(_AveragingCB):
         is_share = is_number(decay) and 0 <= decay < 1
         if not is_share: raise ValueError(_NO_DECAY.format(decay=decay))
         super().__init__(keep)
-        self.decay,self.warmup,self._n = decay,warmup,0
+        self.decay,self.warmup,self._n = decay,check_flag(warmup, 'warmup'),0
 
     def before_fit(self, trainer):
         "Begin a new average with the present weights"
@@ -269,7 +269,7 @@ class SWACB(_AveragingCB):
         if not is_share: raise ValueError(_NO_START.format(start=start))
         check_choice(every, 'every', ('epoch', 'update'))
         super().__init__(keep)
-        self.start,self.every,self.update_bn = start,every,update_bn
+        self.start,self.every,self.update_bn = start,every,check_flag(update_bn, 'update_bn')
 
     def before_fit(self, trainer):
         "Begin a new average with the present weights"

@@ -18,7 +18,7 @@ from ..basics.tensors import whole
 from ..basics.old_names import old_words
 from ..loop.batch_record import check_column
 from ..loop.events import Order
-from ..loop.optimizer import one_optimizer
+from ..loop.optimizer import check_opt_name, one_optimizer
 from ..loop.numbers_on_device import DeviceRecord, place_of
 from ..loop.shared_attributes import check_columns
 
@@ -142,6 +142,7 @@ class ClipGradCB:
         opt:str='opt', # Attribute of the trainer that holds the optimizer
         column:str='grad_norm', # Name of the column in `trainer.history`; None to write nothing
     ):
+        check_opt_name(opt)
         given = {'max_norm': max_norm, 'max_value': max_value, 'adaptive': adaptive}
         self.kind,self.limit = _one_limit({k: v for k,v in given.items() if v is not None})
         self.norm_type,self.params = _checked_norm(norm_type),params

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..loop.events import Order
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, did_you_mean, is_number
+from ..basics.checks import check_count, check_flags, did_you_mean, is_number
 
 # %% ../../nbs/train/40_freezing.ipynb #bcddb16b
 _NO_MODULE = 'The model is a {kind}, which has no parts to tell apart. Layer groups need an `nn.Module`.'
@@ -39,12 +39,16 @@ def _owned(prefix, module):
     "The parameters of `module`, by their names in the model"
     return {f'{prefix}.{name}' if prefix else name: p for name,p in module.named_parameters()}
 
+def _check_part(part):
+    "Refuse what can be no part of a model"
+    if not isinstance(part, (nn.Module, type, str)): raise TypeError(_NO_NAME.format(part=part))
+
 def _named_modules(model, part):
     "The modules that `part` means, by name"
+    _check_part(part)
     if isinstance(part, nn.Module): is_meant = lambda name, module: module is part
     elif isinstance(part, type): is_meant = lambda name, module: isinstance(module, part)
-    elif isinstance(part, str): is_meant = lambda name, module: name and fnmatchcase(name, part)
-    else: raise TypeError(_NO_NAME.format(part=part))
+    else: is_meant = lambda name, module: name and fnmatchcase(name, part)
     return {name: module for name,module in model.named_modules() if is_meant(name, module)}
 
 def _parameters_of(model, part, who):
@@ -82,6 +86,7 @@ def _ranges(parts, start, until):
     pairs = parts.items() if isinstance(parts, dict) else [(part, until) for part in _listed(parts)]
     found = [(part, *(when if isinstance(when, tuple) else (start, when))) for part,when in pairs]
     for part,first,last in found:
+        _check_part(part)
         why = f'that makes no range of epochs for {part!r}'
         check_count(first, 'start', why, least=0)
         check_count(last, 'until', why, least=first+1, none='for never')
@@ -105,6 +110,7 @@ class FreezeCB:
         *, start:int=0, # First epoch in which they are frozen
         batch_norms:bool=False, # The batch norms in them too? They adapt quickly, so they mostly stay free
     ):
+        check_flags(batch_norms=batch_norms)
         self.ranges,self.batch_norms = _ranges(parts, start, until),batch_norms
         self._options = dict(parts=parts, until=until, start=start)
         self.frozen,self._changed = [],()
@@ -196,6 +202,8 @@ class BatchNormEvalCB:
         parts=None, # Which: a name, a pattern, a class, a module, or a list of them; default: all batch norms
         only_frozen:bool=False, # Only those whose own parameters are frozen at the time?
     ):
+        for part in () if parts is None else _listed(parts): _check_part(part)
+        check_flags(only_frozen=only_frozen)
         self.parts,self.only_frozen,self._changed = parts,only_frozen,()
 
     def before_fit(self, trainer):

@@ -9,7 +9,7 @@ __all__ = ['BasicTrainCB', 'MomentumTrainCB', 'NBatchCB', 'OneBatchCB']
 import numbers
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_count
+from ..basics.checks import check_count, check_flags
 from ..basics.old_names import old_words
 from ..loop.events import CancelEpochException, CancelFitException, Order
 from ..loop.passes import inputs_of, targets_of
@@ -88,6 +88,7 @@ class NBatchCB:
         on_valid:bool=True, # Limit validation passes?
     ):
         self.n_batches = check_count(n_batches, 'n_batches', 'a pass without batches would do nothing')
+        check_flags(on_train=on_train, on_valid=on_valid)
         self.on_train,self.on_valid = on_train,on_valid
 
     def before_fit(self, trainer):

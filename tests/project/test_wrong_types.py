@@ -126,6 +126,75 @@ def test_a_wrong_type_never_ends_in_words_of_python(name, tmp_path, monkeypatch,
     assert not {given: text for given, text in said.items() if any(o in text for o in RAW)}
 
 
+def refused(cls, **given):
+    "What is said at once when a callback is made so"
+    with pytest.raises((TypeError, ValueError)) as caught:
+        getattr(library, cls)(**{**NEEDED.get(cls, {}), **given})
+    return str(caught.value)
+
+
+def flags():
+    "Each parameter of a callback whose default is True or False"
+    found = [(name, getattr(library, name)) for name in callbacks()]
+    return [
+        (name, o.name)
+        for name, cls in found
+        for o in inspect.signature(cls).parameters.values()
+        if isinstance(o.default, bool) and o.annotation in (bool, "bool")
+    ]
+
+
+@pytest.mark.parametrize("name, flag", flags())
+def test_a_flag_is_true_or_false(name, flag):
+    "A text such as 'no' would count as True"
+    assert f"`{flag}` is 'no'" in refused(name, **{flag: "no"})
+
+
+@pytest.mark.parametrize(
+    "name, argument, value",
+    [
+        ("DropoutOnCB", "kinds", "zz"),
+        ("MixedPrecisionCB", "init_scale", "zz"),
+        ("ExportCB", "keep_last", "zz"),
+        ("ExportCB", "keep_last", 1),
+        ("CheckpointCB", "mode", "zz"),
+        ("EvaluatorCB", "callbacks", 3.7),
+        *((o, "name", 3) for o in ("EvaluatorCB", "ReportCB", "RenameColumnsCB", "TextComparisonCB")),
+        *(
+            (o, "module_filter", "zz")
+            for o in (
+                "ActivationStatsCB",
+                "GradientStatsCB",
+                "GradientPlotCB",
+                "NonFiniteCB",
+                "UpdateRatioCB",
+            )
+        ),
+        *(
+            (o, "opt", 3)
+            for o in ("BatchSchedulerCB", "EpochSchedulerCB", "OneCycleSchedulerCB", "PlateauSchedulerCB")
+        ),
+        *(
+            (o, "opt", 3)
+            for o in ("WarmupSchedulerCB", "WSDSchedulerCB", "StepSchedulerCB", "MixedPrecisionCB")
+        ),
+        ("ClipGradCB", "opt", 3),
+        ("TrackingCB", "experiment", 3),
+    ],
+)
+def test_what_cannot_work_is_refused_where_it_is_given(name, argument, value, tmp_path, monkeypatch):
+    "By its name and value"
+    monkeypatch.chdir(tmp_path)
+    said = refused(name, **{argument: value})
+    assert f"`{argument}`" in said and repr(value) in said
+
+
+@pytest.mark.parametrize("name", ["FreezeCB", "BatchNormEvalCB"])
+def test_what_is_no_part_of_a_model_is_refused_where_it_is_given(name):
+    assert "3.7 names no part of a model" in refused(name, parts=3.7)
+    assert "3.7 names no part of a model" in refused(name, parts=["bias", 3.7])
+
+
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)], ids=str)
 def test_a_number_of_numpy_or_in_a_tensor_is_a_number(number):
     EMACB(number)

@@ -60,9 +60,9 @@ def _draws_from_outside(dl):
     "Whether functions of a stream hold an iterator that a copy would share"
     parts = [dl, *(getattr(dl, name, None) for name in ('dataset', 'sampler', 'batch_sampler'))]
     methods = [getattr(type(part), name, None) for part in parts for name in ('__iter__', '__next__')]
-    held = [o for part in parts for o in getattr(part, '__dict__', {}).values()]
+    held = [value for part in parts for value in getattr(part, '__dict__', {}).values()]
     functions = filter(inspect.isfunction, [*methods, *held])
-    return any(isinstance(o, Iterator) for f in functions for o in _around(f))
+    return any(isinstance(value, Iterator) for f in functions for value in _around(f))
 
 def _around(f):
     "What a function reads from outside"
