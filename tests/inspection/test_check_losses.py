@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from isaac_loop import Trainer, with_cbs
-from isaac_loop.callbacks import BasicTrainCB, MetricsCB
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, DistributedCB, MetricsCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException
@@ -924,6 +924,26 @@ def test_each_mistake_is_found(make, names):
 @pytest.mark.parametrize("make", right, ids=[make.__name__ for make in right])
 def test_what_is_right_is_let_alone(make):
     assert [str(o) for o in seen_in(make())] == []
+
+
+@pytest.mark.parametrize(
+    "weigh, others, said",
+    [
+        (None, [AccumulationCB(2)], "AccumulationCB` weighs gradients by rows likewise"),
+        (None, [DistributedCB()], "DistributedCB` weighs the gradients of several processes so"),
+        (None, [], None),
+        ("told", [AccumulationCB(2)], "`AccumulationCB` weighs the gradients of a batch by its rows"),
+        ("told", [AccumulationCB(2, weigh=lambda batch: (batch[1] != -100).sum())], None),
+    ],
+)
+def test_gradients_that_are_weighed_by_rows_are_told_of(weigh, others, said):
+    "Beside the history, or alone"
+    weigh = None if weigh is None else lambda batch: (batch[1] != -100).sum()
+    trainer = with_loss(nn.CrossEntropyLoss(), some_unknown, weigh=weigh)
+    trainer.add_callbacks(others)
+    found = [str(o) for o in seen_in(trainer) if o.name == "unweighed_loss"]
+    assert len(found) == (weigh is None or said is not None)
+    assert ("gradients" in "".join(found)) == (said is not None) and (said or "") in "".join(found)
 
 
 def test_a_loss_of_weights_is_warned_of_and_weighed_right_as_the_warning_says():

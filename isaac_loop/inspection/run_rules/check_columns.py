@@ -14,6 +14,7 @@ from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...metrics.any_metric import MeanOf
 from ...metrics.metrics import metrics_cbs
+from ...train.accumulation import AccumulationCB
 
 # %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #19811122
 _COLUMN = ('The column `{name}` says {said:.4g} for epoch {epoch}. {what} over its {rows} rows is '
@@ -108,24 +109,43 @@ def _two_ways(f, a, b):
 def _is_number(x): return isinstance(x, (int, float)) or isinstance(x, torch.Tensor) and x.numel() == 1
 
 # %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #ef88a029
-_UNWEIGHED = ('`{loss}` ({place}) divides by {what}, {least:.3g} to {most:.3g} for each row of a batch, and '
-              '`{who}` weighs the loss of a batch by its rows, so the loss that it writes for an epoch is '
-              'not the mean over all targets. Let it count the same: `MetricsCB(weigh=lambda batch: '
-              '{count})`.')
+_DIVIDES = '`{loss}` ({place}) divides by {what}, {least:.3g} to {most:.3g} for each row of a batch, and '
+_UNWEIGHED = _DIVIDES + ('`{who}` weighs the loss of a batch by its rows, so the loss that it writes for an '
+                         'epoch is not the mean over all targets. Let it count the same: '
+                         '`MetricsCB(weigh=lambda batch: {count})`.')
+_GATHERED = _DIVIDES + ('`{gathers}` weighs the gradients of a batch by its rows, so an update is not that '
+                        'of one big batch. Let it count the same: '
+                        '`AccumulationCB(weigh=lambda batch: {count})`.')
+_LIKEWISE = ' `{gathers}` weighs gradients by rows likewise: give it the same `weigh`.'
+_IN_PROCESSES = ' Then `{shares}` weighs the gradients of several processes so, too.'
 
 def unweighed_losses(seen):
     "Means over weights of targets, which the history weighs by rows"
-    who = next((cb for cb in metrics_cbs(seen) if cb.weigh is None), None)
-    for means in _means_of_passes(seen).values() if who is not None else ():
+    who,gathers = next((cb for cb in metrics_cbs(seen) if cb.weigh is None), None),_gathers_by_rows(seen)
+    for means in _means_of_passes(seen).values() if who or gathers else ():
         shares,first = [o.divisor/o.rows for o in means],means[0]
         weighs,leaves_out = (any(getattr(o, name) for o in means) for name in ('weighs', 'leaves_out'))
         if not (weighs or leaves_out) or max(shares) <= 1.01*min(shares): continue
         what = 'the weights of its targets' if weighs else 'the targets that it does not ignore'
-        told = dict(who=callback_name(who), loss=first.name, place=first.place, what=what)
+        told = dict(loss=first.name, place=first.place, what=what)
         told |= dict(least=min(shares), most=max(shares), count=_count(first.ignored, weighs, leaves_out))
-        text = _UNWEIGHED.format(**told)
-        return [Finding('unweighed_loss', text, [who])]
+        return [Finding('unweighed_loss', _unweighed(seen, who, gathers, told), [who or gathers])]
     return []
+
+def _gathers_by_rows(seen):
+    "The callback that gathers gradients and weighs them by rows, if there is one"
+    found = [cb for cb in seen.callbacks if isinstance(cb, AccumulationCB)]
+    return next((cb for cb in found if cb.weigh == 'samples'), None)
+
+def _unweighed(seen, who, gathers, told):
+    "What is said of such a loss: of the history, and of gradients"
+    found = [cb for cb in seen.callbacks if type(cb).__name__ == 'DistributedCB']
+    shares = next((cb for cb in found if cb.weigh is None), None)
+    text = _UNWEIGHED if who else _GATHERED
+    if who and gathers: text += _LIKEWISE
+    if who and shares: text += _IN_PROCESSES
+    names = dict(who=who, gathers=gathers, shares=shares)
+    return text.format(**told, **{name: cb and callback_name(cb) for name,cb in names.items()})
 
 def _count(ignored, weighs, leaves_out):
     "How to count what such a loss is divided by"
