@@ -220,5 +220,6 @@ def one_optimizer(
 def check_opt_name(
     opt, # What was given as `opt`
 )->str: # The same
-    "`opt`, if it is text, or an error"
+    "`opt`, if it is text, or an error; of an optimizer the fit tells, which knows its own"
+    if hasattr(opt, 'param_groups'): return opt
     return check_text(opt, 'opt', "it names the trainer's attribute that holds the optimizer, such as 'opt'")
