@@ -16,7 +16,8 @@ from .plain_script.plain_lines import Leave, joined, lines, only_target, within
 from .plain_script.plain_lines import without_unused
 from .plain_script.printed_lines import broken, printed
 from .plain_script.batch_form import form_of, first_batch
-from .plain_script.script_writing import CORE, NotWritten, Writing
+from .plain_script.reached_values import reached
+from .plain_script.script_writing import CORE, NotWritten, Writing, arguments_of
 from .plain_script.source_of_values import bound_names, loaded_names
 from .plain_script.unpacked_batches import AskedAgain, once_unpacked, only_parts
 from .script_text import Script
@@ -38,12 +39,24 @@ def _check_trainer(trainer, partial):
     if trainer.opt_func is not None: return
     raise ValueError(_NO_OPT_FUNC if 'opt' in vars(trainer) else _SEVERAL.format(names=_optimizers(trainer)))
 
+def _check_arguments(trainer, partial):
+    "Refuse a trainer whose loss, model or data lead to the trainer or a callback, which no script has"
+    kept = {id(trainer): 'the trainer'} | {id(cb): f'`{callback_name(cb)}`' for cb in trainer.callbacks}
+    for name,part in arguments_of(trainer).items():
+        found = next((kept[key] for key in reached(part, kept, code=True) if key in kept), None)
+        if found is None: continue
+        if not partial: raise ValueError(_LEADS_BACK.format(name=name, to=found))
+        yield f'{name}: it leads to {found}, which is not in the script'
+
 def _optimizers(trainer):
     "Names of the attributes in which a trainer keeps optimizers"
     return ', '.join(f'`{k}`' for k,o in vars(trainer).items() if hasattr(o, 'param_groups')) or 'none'
 
 _OTHER_LOOP = ('`{cls}.{name}` is written anew, so the loop is another than the one that is known here. Take '
                'it out for the script, or write the loop by hand.')
+_LEADS_BACK = ('`trainer.{name}` leads to {to}, of which a script has only variables of its own, so what '
+               'changes in the loop would not reach it. Keep what both need in an object of its own, such as '
+               'a dict that both have: the script is given it.')
 _NO_OPT_FUNC = ('The trainer has `opt_func=None`, but the script makes its optimizer from parameters and a '
                 'rate. Give the trainer a function for that, such as `lambda params, lr: trainer.opt`.')
 _SEVERAL = ('The trainer has no `opt`, and as optimizers of its own: {names}. But the script makes one from '
@@ -284,6 +297,7 @@ def to_script(self:Trainer,
     others,before = list(_check_trainer(self, partial)),random_state()
     try:
         with self.added_callbacks(callbacks):
+            others += _check_arguments(self, partial)
             w,head,body = _rounds(self, kinds, partial)
             w.not_written[:0] = others
             text = _text(w, _finished(w, head, body))

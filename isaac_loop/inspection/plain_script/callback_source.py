@@ -9,6 +9,7 @@ __all__ = []
 import ast, builtins, copy, inspect, types
 
 from isaac_loop.basics.source_code import syntax_tree
+from isaac_loop.inspection.plain_script.reached_values import content_of
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.source_of_values import changed_default, value_of
 from isaac_loop.loop.events import callback_name
@@ -96,16 +97,12 @@ def mentioned(
 )->list: # Classes
     "Classes of a kind that a function speaks of, also as attributes of modules"
     if not isinstance(f, types.FunctionType): return []
-    around = zip(f.__code__.co_freevars, map(_content, f.__closure__ or ()))
+    around = zip(f.__code__.co_freevars, map(content_of, f.__closure__ or ()))
     known,found = vars(builtins) | f.__globals__ | dict(around),[]
     for name in _names(f.__code__):
         places = [o for o in found if isinstance(o, types.ModuleType)]
         found += [known[name]] if name in known else [vars(o)[name] for o in places if name in vars(o)]
     return [o for o in found if isinstance(o, type) and issubclass(o, kind)]
-
-def _content(cell):
-    try: return cell.cell_contents
-    except ValueError: return None # Not set yet
 
 def _names(code):
     "All names in a piece of code that it does not define"

@@ -122,10 +122,12 @@ class Inline(ast.NodeTransformer):
         return name_of(f'{node.attr}_dl', node.ctx)
 
     def check_class(self, node):
-        "Refuse to set an attribute of a class, which changes what others read of it"
+        "Refuse to set an attribute of a class or a function, which changes what others read of it"
         if not isinstance(node, ast.Name) or node.id in self.bound | self.trainers | {self.self_name}: return
-        if isinstance(self.method.outside(node.id), type):
-            raise NotWritten(f'it sets an attribute of the class `{node.id}`', 'Set that of `self`')
+        held = self.method.outside(node.id)
+        if not isinstance(held, (type, types.FunctionType)): return
+        kind = 'class' if isinstance(held, type) else 'function'
+        raise NotWritten(f'it sets an attribute of the {kind} `{node.id}`', 'Set that of `self`')
 
     def of_trainer(self, node):
         "An attribute of the trainer"

@@ -6,12 +6,14 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/01_reached_values.ipynb #e85a5538
-import enum
+import dis, enum
 from collections import deque
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 
 import torch
+
+from isaac_loop.inspection.plain_script.source_of_values import is_installed
 
 # %% ../../../nbs/inspection/plain_script/01_reached_values.ipynb #480452b5
 # Written as they are, or known by a name
@@ -24,20 +26,54 @@ _MANY = 10_000 # Nobody looks at more
 def reached(
     value, # Anything
     closed=(), # Identities of what is not looked into
+    code:bool=False, # Look into functions and classes as well?
 )->dict: # By identity
     "What changes, and can be reached from `value`: containers, and objects with attributes"
     found,seen,todo = {},set(),[value]
     for x in todo: # What is near comes first
         if len(seen) >= _MANY or len(todo) > 10*_MANY: break
-        if isinstance(x, _ATOMS) or id(x) in seen: continue
+        is_code = code and _is_own_code(x)
+        if isinstance(x, _ATOMS) and not is_code or id(x) in seen: continue
         seen.add(id(x))
         if type(x) not in _PASSED_ON: found[id(x)] = x
-        if id(x) not in closed: todo += _inside(x)
+        if id(x) in closed: continue
+        todo += _inside_code(x) if is_code else _inside(x)
+        if code: todo.append(type(x))
     return found
+
+def _is_own_code(x):
+    "Whether something is a function or a class that somebody has written here"
+    if not isinstance(x, (FunctionType, type)): return False
+    top = (x.__module__ or '').partition('.')[0]
+    return not is_installed(top) and top != _OURS
+
+_OURS = __name__.partition('.')[0]
+
+def _inside_code(f):
+    "What a function reads that is not its own, or what a class holds"
+    if isinstance(f, type):
+        held = [getattr(o, '__func__', o) for o in vars(f).values()]
+        parts = [[o.fget, o.fset] if isinstance(o, property) else [o] for o in held]
+        return [*f.__bases__, *(o for part in parts for o in part)]
+    given = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
+    cells = [content_of(cell) for cell in f.__closure__ or ()]
+    named = [f.__globals__.get(name) for name in _global_names(f.__code__)]
+    return [*given, *cells, *named, *vars(f).values()]
+
+def content_of(cell):
+    "What a variable around a function holds; None if it is not set yet"
+    try: return cell.cell_contents
+    except ValueError: return None
+
+def _global_names(code):
+    "Variables of the module that a piece of code reads"
+    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _global_names(part)]
+    return [*(o.argval for o in dis.get_instructions(code) if o.opname == 'LOAD_GLOBAL'), *inner]
 
 def _inside(x):
     "What an object leads to at once"
-    if isinstance(x, (MethodType, BuiltinFunctionType)): return [x.__self__]
+    if isinstance(x, MethodType): return [x.__self__, x.__func__]
+    if isinstance(x, BuiltinFunctionType): return [x.__self__]
     if isinstance(x, partial): return [x.func, *x.args, *x.keywords.values()]
     kind = next((o for o in (dict, *_LISTED) if isinstance(x, o)), None)
     if kind and kind.__len__(x) > _MANY: return []

@@ -44,6 +44,13 @@ _WHOSE = ('`swap` has replaced all that is done there',
           "Name the method that is replaced, as in `trainer.swap('MyCB.before_step', ...)`")
 _PART = '`swap` has replaced a part of `{}`', 'Undo the swap, or write a callback of your own'
 
+def arguments_of(
+    trainer, # Any
+)->dict: # By their names at the trainer
+    "What a script is given of a trainer"
+    loaders = {f'dls.{name}': getattr(trainer.dls, name, None) for name in ('train', 'valid')}
+    return loaders | {name: getattr(trainer, name, None) for name in ('model', 'loss_func', 'opt_func')}
+
 _HOLDS = 'it holds the callback `{}`', 'Ask for what is needed as an attribute of `trainer.{}`'
 
 class Writing:
@@ -77,9 +84,12 @@ class Writing:
         self.left_out,self.not_written,self.writers = {},[],{}
         self.arguments = {} # By name of a function, other names of its arguments
         self._held = {} # Names of variables by the identity of what they hold at first
-        beside = self._beside()
+        self.closed = {id(trainer), *map(id, trainer.callbacks)} # What is not looked into
+        parts = [reached(part, self.closed, code=True) for part in arguments_of(trainer).values()]
+        beside = {key: thing for part in parts for key,thing in part.items()} # What the arguments lead to
         self._owners = dict.fromkeys(beside, self) # By identity: the variable that leads to it
         self._kinds = {kind for thing in beside.values() for kind in type(thing).__mro__}
+        self._kinds |= {thing for thing in beside.values() if isinstance(thing, type)}
 
     def meant(self,
         event:str, # Of the plan
@@ -103,14 +113,6 @@ class Writing:
             except NotWritten: found.append(pair)
         return found
 
-    def _beside(self):
-        "What the arguments of the script lead to"
-        trainer,dls = self.trainer,self.trainer.dls
-        given = [getattr(dls, 'train', None), getattr(dls, 'valid', None)]
-        given += [trainer.model, trainer.loss_func, trainer.opt_func]
-        closed = {id(trainer), *map(id, trainer.callbacks)}
-        return {key: thing for part in given for key,thing in reached(part, closed).items()}
-
     def may_write(self,
         value, # Anything that is to be in the script
         owner, # What it belongs to there
@@ -118,7 +120,7 @@ class Writing:
         "Whether `value` may be written; if others hold a part of it, all must be given the one thing"
         if isinstance(value, type): return value not in self._kinds # Of which the model has objects, say
         callbacks = {id(cb): cb for cb in self.trainer.callbacks}
-        inside = reached(value, {id(self.trainer), *callbacks})
+        inside = reached(value, self.closed)
         if id(self.trainer) in inside: raise NotWritten('it holds the trainer itself')
         name = next((callback_name(callbacks[key]) for key in inside if key in callbacks), None)
         if name: raise NotWritten(_HOLDS[0].format(name), _HOLDS[1].format(name))
@@ -243,6 +245,8 @@ def need(self:Writing,
     self.own_names.add(name)
     self.note('name', name)
     self.needs[name] = value
+    for key in reached(value, self.closed, code=True): # Others may hold a part of it
+        if self._owners.setdefault(key, name) != name: self.note('given', key)
     return name
 
 # %% ../../../nbs/inspection/plain_script/08_script_writing.ipynb #67bb7744

@@ -55,7 +55,9 @@ class NotAlone(Exception):
 
 _OURS = __name__.partition('.')[0]
 
-def _is_installed(module):
+def is_installed(
+    module:str, # Its name
+)->bool:
     "Whether a module is found wherever its package is installed"
     top = module.partition('.')[0]
     if top in (_OURS, '__main__', ''): return False
@@ -68,9 +70,9 @@ def address(
 )->tuple: # Module and name; None if it cannot be imported
     "Where `f` can be imported from"
     name,module = getattr(f, '__qualname__', ''),getattr(f, '__module__', None) or 'torch'
-    if not name.isidentifier() or not _is_installed(module): name = getattr(f, '__name__', '')
+    if not name.isidentifier() or not is_installed(module): name = getattr(f, '__name__', '')
     parts = module.split('.')
-    homes = ['.'.join(parts[:i+1]) for i in range(len(parts))] if _is_installed(module) else []
+    homes = ['.'.join(parts[:i+1]) for i in range(len(parts))] if is_installed(module) else []
     public = [home for home in homes if not any(o.startswith('_') for o in home.split('.'))] + ['torch']
     for home in public:
         if name.isidentifier() and getattr(sys.modules.get(home), name, None) is f: return home,name
@@ -179,7 +181,7 @@ class Sources:
 
     def _import(self, name, value, home, member):
         "Import a module, or a `member` of one"
-        if not _is_installed(home): raise NoSource(f'`{home}` is no installed package')
+        if not is_installed(home): raise NoSource(f'`{home}` is no installed package')
         new = name if name == home and name in _STANDING else self.names.new(name)
         if member: line = f'from {home} import {member}' + f' as {new}'*(new != member)
         elif home == new: line = f'import {home}'
