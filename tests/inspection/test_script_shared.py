@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop import Trainer, set_seed
-from isaac_loop.callbacks import BasicTrainCB
+from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, ClipGradCB, OneCycleSchedulerCB
 from isaac_loop.data import DataLoaders
 from test_script import both
 
@@ -154,3 +154,84 @@ def test_who_sets_an_attribute_of_a_function_is_refused():
     trainer = trainer_of([SetsOnFunctionCB()], lambda preds, y: F.cross_entropy(scaled(preds), y))
     with pytest.raises(ValueError, match="sets an attribute of the function `scaled`"):
         trainer.to_script()
+
+
+# Parameters that a callback gives the optimizer
+
+
+class AddsCB:
+    "A weight of its own for each class, given to the optimizer"
+
+    def before_fit(self, trainer):
+        self.w = nn.Parameter(torch.zeros(3))
+        self.give(trainer)
+
+    def give(self, trainer):
+        trainer.opt.add_param_group({"params": [self.w]})
+
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss + (trainer.preds * self.w.exp()).mean() - self.w.mean()
+
+
+class AppendsCB(AddsCB):
+    def give(self, trainer):
+        trainer.opt.param_groups[0]["params"].append(self.w)
+
+
+class ReplacesCB(AddsCB):
+    def give(self, trainer):
+        trainer.opt = optim.SGD([*trainer.model.parameters(), self.w], lr=0.1, momentum=0.5)
+
+
+class OnlyBiasCB(AddsCB):
+    def give(self, trainer):
+        trainer.opt = optim.SGD([trainer.model.bias, self.w], lr=0.1)
+
+
+@pytest.mark.parametrize("kind", [AddsCB, AppendsCB, ReplacesCB, OnlyBiasCB])
+@pytest.mark.parametrize(
+    "other", [lambda: ClipGradCB(0.1), lambda: AccumulationCB(2), lambda: OneCycleSchedulerCB()]
+)
+def test_what_a_callback_gives_the_optimizer_is_clipped_and_divided_as_well(other, kind, monkeypatch):
+    both(lambda: trainer_of([kind(), other()], train=batches(4)), monkeypatch)
+
+
+# What is in a row stays as it was written
+
+
+class TotalCB:
+    "The loss grows with what the last epoch had"
+
+    def before_fit(self, trainer):
+        self.total = torch.zeros(())
+
+    def after_get_loss(self, trainer):
+        if trainer.training:
+            self.total += trainer.loss.detach()
+            if trainer.epoch > 1:
+                trainer.loss = trainer.loss * (trainer.history[-1]["total"] - trainer.history[-2]["total"])
+
+    def after_epoch(self, trainer):
+        trainer.history.write(total=self.total)
+
+
+class ListedCB(TotalCB):
+    def before_fit(self, trainer):
+        self.total = []
+
+    def after_get_loss(self, trainer):
+        if trainer.training:
+            self.total.append(trainer.loss.item())
+            if trainer.epoch > 1:
+                earlier = trainer.history[-2]["total"], trainer.history[-1]["total"]
+                trainer.loss = trainer.loss * (len(earlier[1]) - len(earlier[0]))
+
+
+class ListedByNameCB(ListedCB):
+    def after_epoch(self, trainer):
+        trainer.history.write(**{"total": {"a": (self.total,)}["a"][0]})
+
+
+@pytest.mark.parametrize("kind", [TotalCB, ListedCB, ListedByNameCB])
+def test_a_row_keeps_what_was_written(kind, monkeypatch):
+    both(lambda: trainer_of([kind()]), monkeypatch)

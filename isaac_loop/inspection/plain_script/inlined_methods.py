@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #70208a27
-import ast, copy
+import ast, copy, re
+from collections.abc import MutableMapping, MutableSequence, MutableSet
 from functools import partial
 from types import FunctionType
 
@@ -32,6 +33,29 @@ _AROUND = 'it changes `{}`, a variable of the function around it', 'Keep it as a
 _NOT_KNOWN = 'which events it runs is not known beforehand'
 _IN_TEST = 'it calls `trainer.split` in the condition of a `while`', 'Call it within the loop'
 _LATER = 'it calls `trainer.split` in a `lambda`', 'Call it before, or write a function with a name'
+
+_IN_KEPT = copy.copy,MutableMapping,MutableSequence,MutableSet
+_KEPT = '''
+def kept(value):
+    "`value` as it is now, also if it changes in place later"
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(kept, value))
+    if type(value) is dict:
+        return {k: kept(o) for k, o in value.items()}
+    is_array = hasattr(value, '__array__') and hasattr(value, 'copy')
+    is_open = isinstance(value, (MutableMapping, MutableSequence, MutableSet)) or is_array
+    return copy(value) if is_open else value
+'''
+_MAKE_NUMBERS = 'float int bool str len round item tolist'.split()
+
+def _is_new(value):
+    "Whether an expression gives something that nobody else holds"
+    f = getattr(value, 'func', None)
+    makes_number = getattr(f, 'attr', getattr(f, 'id', None)) in _MAKE_NUMBERS
+    kinds = ast.Constant,ast.BinOp,ast.UnaryOp,ast.Compare,ast.JoinedStr
+    return makes_number or isinstance(value, kinds)
 
 class InlineStatements(InlineCalls):
     "Rewrites the statements of one method"
@@ -90,8 +114,18 @@ class InlineStatements(InlineCalls):
         self.w.note('history')
         self.w.note('rows')
         for given in call.keywords: self.w.note(*(['maybe', given.arg] if given.arg else ['columns']))
-        args,keywords = ([self.visit(o) for o in given] for given in (call.args, call.keywords))
+        args = [self.visit(o) for o in call.args]
+        keywords = [ast.keyword(o.arg, self.kept(o.value)) for o in call.keywords]
         return ast.Expr(ast.Call(expression('row.update'), args, keywords))
+
+    def kept(self, value):
+        "A value for the row, with a copy where it may change in place later"
+        is_count = any(self.of_it(value, name) for name in ('epoch', 'batch_num', 'n_updates'))
+        found = self.visit(value)
+        if is_count or _is_new(value): return found
+        parts = {f.__name__: self.w.sources.bring(f.__name__, f) for f in _IN_KEPT}
+        text = re.sub(r'\b[A-Z]\w+|copy\b', lambda o: parts.get(o[0], o[0]), _KEPT)
+        return ast.Call(name_of(self.w.definition('kept', text)), [found], [])
 
     def visit_Raise(self, node):
         exc = node.exc.func if isinstance(node.exc, ast.Call) else node.exc

@@ -61,6 +61,7 @@ _NO_CLASS = 'it asks for its base class', 'Write out what is meant'
 _BETWEEN = 'after_epoch','cleanup_epoch','log','after_fit','cleanup_fit' # When no pass is under way
 _EXCHANGED = ('it sets `trainer.dls.{}` where a pass may be under way, which goes on with what it has',
               'Set it in `log`')
+_OF_OPT = 'param_groups state defaults step zero_grad state_dict'.split() # They give it no parameters
 _PLAIN_SET = 'Keep what is set in a plain attribute'
 _CANCELLED = 'it asks how a span ended (`trainer.exception`)'
 
@@ -133,6 +134,7 @@ class Inline(ast.NodeTransformer):
         "An attribute of the trainer"
         w,name = self.w,node.attr
         sets = not isinstance(node.ctx, ast.Load)
+        if name == 'opt' and self.gives_parameters(node): w.note('further parameters')
         if sets and name in _FIXED: raise NotWritten(f'it sets `trainer.{name}`', _SETS)
         if name == 'batch': w.note('batch', w.training)
         if name in _SAME or name == 'batch': return name_of(name, node.ctx)
@@ -142,6 +144,12 @@ class Inline(ast.NodeTransformer):
         unknown = name in _NOT_HERE or name.startswith('_') or (is_method and not self.is_own_trainer)
         if unknown or name in w.trainer._named: raise _no_such(f'trainer.{name}')
         return self.of_owner(w.trainer, node)
+
+    def gives_parameters(self, node):
+        "Whether a method may give the optimizer, which it reads here, parameters that are not the model's"
+        of_tree = [*ast.walk(self.method.tree)]
+        usual = any(isinstance(o, ast.Attribute) and o.value is node and o.attr in _OF_OPT for o in of_tree)
+        return not usual or any(isinstance(o, ast.Constant) and o.value == 'params' for o in of_tree)
 
     def computed(self, name):
         "An attribute of the trainer that is an expression here; None for others"

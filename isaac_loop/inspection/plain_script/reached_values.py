@@ -45,9 +45,10 @@ def _is_own_code(x):
     "Whether something is a function or a class that somebody has written here"
     if not isinstance(x, (FunctionType, type)): return False
     top = (x.__module__ or '').partition('.')[0]
+    if top == 'builtins': return isinstance(x, FunctionType) # Run from a text, without a module
     return not is_installed(top) and top != _OURS
 
-_OURS = __name__.partition('.')[0]
+_OURS = is_installed.__module__.partition('.')[0]
 
 def _inside_code(f):
     "What a function reads that is not its own, or what a class holds"

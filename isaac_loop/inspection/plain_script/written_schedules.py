@@ -10,7 +10,7 @@ import functools
 
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.written_results import Watches
-from isaac_loop.inspection.plain_script.written_steps import Lines, opt_class
+from isaac_loop.inspection.plain_script.written_steps import Lines, has_those_of_model
 
 # %% ../../../nbs/inspection/plain_script/24_written_schedules.ipynb #9e30a6ff
 _WANTS_TRAINER = 'its `scheduler_func` takes the trainer', 'Use a function of the optimizer alone'
@@ -54,7 +54,7 @@ class OneCycle(BatchScheduler):
     "One cycle over the whole fit"
     def made(self):
         w,options = self.w,dict(self.cb.options)
-        tops = 'lr' if opt_class(w.trainer) else "[group['lr'] for group in opt.param_groups]"
+        tops = 'lr' if has_those_of_model(w) else "[group['lr'] for group in opt.param_groups]"
         total = w.total_updates()
         share = options.get('pct_start', 0.3)
         text = self.torchs('OneCycleLR', tops, f'total_steps={total}', **options)

@@ -91,11 +91,17 @@ def parameters_of(model, opt):
     return list(dict.fromkeys([*model.parameters(), *held]))
 '''
 
+def has_those_of_model(
+    w:Writing, # The script
+)->bool:
+    "Whether the optimizer surely has the parameters of the model, and no others"
+    return bool(opt_class(w.trainer)) and not w.knows('further parameters')
+
 def parameters(
     w:Writing, # The script
 )->str: # An expression
-    "All parameters that are trained: a function that makes the optimizer may give it further ones"
-    if opt_class(w.trainer): return 'model.parameters()'
+    "All parameters that are trained: a function or a callback may give the optimizer further ones"
+    if has_those_of_model(w): return 'model.parameters()'
     return f'{w.definition("parameters_of", _PARAMETERS)}(model, opt)'
 
 class BasicTrain(Lines):
@@ -251,7 +257,7 @@ class ClipGrad(Lines):
         if cb.opt != 'opt': raise NotWritten(f'it clips for another optimizer, `{cb.opt}`')
         sparse = [type(m).__name__ for m in model.modules() if getattr(m, 'sparse', False)]
         if sparse: raise NotWritten(_SPARSE[0].format(sparse[0]), _SPARSE[1])
-        if opt_class(self.w.trainer): return 'model.parameters()',''
+        if has_those_of_model(self.w): return 'model.parameters()',''
         held = self.name('held')
         before = f"{held} = {{p for group in opt.param_groups for p in group['params']}}\n"
         return f'[p for p in {parameters(self.w)} if p in {held}]',before
