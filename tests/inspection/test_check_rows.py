@@ -353,3 +353,15 @@ def test_reading_rows_draws_no_random_numbers():
     with pytest.warns(match="sorted_rows"):
         trainer.check(batches=2)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_taking_batches_of_a_list_apart_draws_no_random_numbers():
+    def noisy(batch):
+        return (batch[0] + 0.1 * torch.randn_like(batch[0]),), (batch[1],)
+
+    batches = [tuple(o.split(16)) for o in rows(48)]
+    dls = DataLoaders(list(zip(*batches)), split=noisy)
+    trainer = Trainer(dls, F.cross_entropy, optim.SGD, nn.Linear(6, 4), BasicTrainCB())
+    state = torch.get_rng_state()
+    trainer.check(batches=2)
+    assert torch.equal(torch.get_rng_state(), state)

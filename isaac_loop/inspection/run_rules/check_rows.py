@@ -49,7 +49,8 @@ def _is_sorted(labels):
 def _labels_of(seen, dl):
     "Targets in the order in which they come; None if they are no numbers, or in an order of their own"
     if n_batches(dl) == 1: return None # All rows are in it
-    if isinstance(dl, (list, tuple)): return _joined([_target(seen, batch) for batch in dl])
+    if isinstance(dl, (list, tuple)):
+        with undrawn(): return _joined([_target(seen, batch) for batch in dl])
     dataset,batches = getattr(dl, 'dataset', None),getattr(dl, 'batch_sampler', None)
     sampler = getattr(batches, 'sampler', None)
     if isinstance(sampler, SequentialSampler): return _looked_up(dataset)
