@@ -9,8 +9,9 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop import Trainer, set_seed
+from isaac_loop import CancelEpochException, CancelFitException, Trainer, set_seed
 from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, ClipGradCB, OneCycleSchedulerCB
+from isaac_loop.callbacks import EMACB, KeepBestCB, MetricsCB, SWACB
 from isaac_loop.data import DataLoaders
 from test_script import both
 
@@ -235,3 +236,87 @@ class ListedByNameCB(ListedCB):
 @pytest.mark.parametrize("kind", [TotalCB, ListedCB, ListedByNameCB])
 def test_a_row_keeps_what_was_written(kind, monkeypatch):
     both(lambda: trainer_of([kind()]), monkeypatch)
+
+
+# Validation with an average of the weights, in the model itself
+
+
+class Counting(Tempered):
+    "Counts its calls, and has a temperature that callbacks set"
+
+    def __init__(self):
+        super().__init__()
+        self.n, self.tau = 0, 1.0
+
+    def forward(self, x):
+        self.n += 1
+        return super().forward(x) / (self.tau + self.n)
+
+
+class TauCB:
+    def before_epoch(self, trainer):
+        trainer.model.tau = 1.0 + trainer.epoch + trainer.training
+
+
+class PullCB:
+    "Reads the weights, which it keeps, in validation"
+
+    def before_fit(self, trainer):
+        self.params = list(trainer.model.parameters())
+
+    def before_batch(self, trainer):
+        if not trainer.training:
+            self.size = sum(p.pow(2).sum() for p in self.params).item()
+
+    def after_get_loss(self, trainer):
+        if trainer.training and trainer.epoch:
+            trainer.loss = trainer.loss + self.size * trainer.preds.pow(2).mean()
+
+
+class SkipsValidCB:
+    "Leaves some validation passes before they begin, some in the middle, and the last fit"
+
+    order = -1000
+
+    def before_epoch(self, trainer):
+        if not trainer.training and trainer.epoch == 1:
+            raise CancelEpochException
+        if not trainer.training and trainer.epoch == 3:
+            raise CancelFitException
+
+    def after_batch(self, trainer):
+        if not trainer.training and trainer.epoch == 2:
+            raise CancelEpochException
+
+
+def penalty_trainer(average):
+    model = Counting()
+    trainer = trainer_of([average()], model=model)
+    trainer.loss_func = lambda preds, y: F.cross_entropy(preds, y) + model.layer.weight.square().mean()
+    return trainer
+
+
+def best(monitor="valid_loss"):
+    return [MetricsCB(), KeepBestCB(monitor)]
+
+
+AVERAGED = {
+    "attributes of the model": lambda ema: trainer_of([TauCB(), ema(), *best()], model=Counting()),
+    "weights that are held": lambda ema: trainer_of([PullCB(), ema()]),
+    "a loss that holds the model": penalty_trainer,
+    "passes that are left": lambda ema: trainer_of([SkipsValidCB(), ema(), MetricsCB()], model=Counting()),
+    "norms": lambda ema: trainer_of(
+        [ema(), *best()], model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    ),
+}
+AVERAGES = {
+    "moving": lambda: EMACB(0.5),
+    "mean": lambda: SWACB(0.5, every="update", update_bn=False),
+    "kept": lambda: SWACB(0.25, update_bn=False, keep=True),
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("name", AVERAGED)
+def test_an_average_is_measured_in_the_model_itself(name, average, monkeypatch):
+    both(lambda: AVERAGED[name](AVERAGES[average]), monkeypatch, n_epochs=4, lr=0.5)

@@ -352,7 +352,7 @@ def helper(
     trainer_at:int=None, # Which of its arguments, after `self`, is the trainer
 )->str: # Its name in the script
     "Define a function of the script that does what `f` does"
-    key = id(f),id(owner),writing.training,writing.model
+    key = id(f),id(owner),writing.training
     if key in writing.names.given: return writing.names.given[key]
     method = Method(f, owner, trainer=trainer_at == 0).to_change()
     if trainer_at: method.trainer_name = method.further.pop(trainer_at)

@@ -154,7 +154,7 @@ class Inline(ast.NodeTransformer):
     def computed(self, name):
         "An attribute of the trainer that is an expression here; None for others"
         w = self.w
-        if name == 'model': return expression(w.model)
+        if name == 'model': return name_of('model')
         if name == 'training': return expression('model.training' if w.training is None else str(w.training))
         if name == 'dl': return name_of('train_dl' if w.training else 'valid_dl')
         if name == 'n_batches': return expression(w.n_batches())

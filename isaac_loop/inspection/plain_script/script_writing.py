@@ -78,7 +78,7 @@ class Writing:
         self.given_names = {fact[1] for fact in facts if fact[0] == 'given name'} # Nor these, in the end
         self.sources = Sources(self.names, self.may_write)
         self.training,self.event_now = None,None
-        self.model,self.evaluated = 'model',None
+        self.evaluated = None # The model whose weights are the best, if not `model`
         self.unpacked,self.pending = False,[] # Does the loop take batches apart? And what comes next
         self.initial,self.helpers,self.needs = {},{},{} # By name: values, functions, and what must be given
         self.left_out,self.not_written,self.writers = {},[],{}

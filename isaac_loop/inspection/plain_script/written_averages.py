@@ -19,25 +19,42 @@ def take_in(averages, weights, n):
     get_ema_multi_avg_fn(min(DECAY, (1 + n) / (10 + n)))(averages, weights, n)
 '''
 
+_EXCHANGE = '''
+def exchange(model, average):
+    "Let each of two copies of a model have the weights and buffers of the other"
+    pairs = [*zip(model.parameters(), average.parameters()), *zip(model.buffers(), average.buffers())]
+    for mine, other in pairs:
+        mine.data, other.data = other.data, mine.data
+'''
+
 class Averaging(Lines):
     "An average that validation measures"
     def _import(self, name): self.w.sources.imports[f'from torch.optim.swa_utils import {name}'] = None
     def variable(self): return self.name(*self.names['average'])
 
-    def before_epoch(self):
-        w,average = self.w,self.variable()
-        if w.training: return ''
-        first = any(w.knows('leave', span, True) for span in ('step', 'batch', 'epoch')) or self.late
-        if not first:
-            w.model = w.evaluated = f'{average}.module'
-            return ''
-        w.model,w.evaluated = self.name('evaluated'),f'({average}.module if {average}.n_averaged else model)'
-        return f'{w.model} = {average}.module if {average}.n_averaged else model'
-
     late = False # May there be validation before the average has begun?
+    def _is_sure(self):
+        "Whether the average has begun whenever there is validation, and none ends before it is lent"
+        w,spans = self.w,('step', 'batch', 'epoch')
+        return not (self.late or w.knows('skipped') or any(w.knows('leave', o, True) for o in spans))
+
+    def _not_lent(self): return f'\n{self.name("lent")} = False'*self.w.knows('skipped')
+    def _exchange(self):
+        return f'{self.w.definition("exchange", _EXCHANGE)}(model, {self.variable()}.module)'
+
+    def before_epoch(self):
+        w,average,is_sure = self.w,self.variable(),self._is_sure()
+        whole = f'{average}.module'
+        w.evaluated = whole if is_sure and not w.training else f'({whole} if {average}.n_averaged else model)'
+        if w.training: return ''
+        if is_sure: return self._exchange()
+        lent = self.name('lent')
+        return f'{lent} = bool({average}.n_averaged)\nif {lent}:\n    {self._exchange()}'
+
     def cleanup_epoch(self):
-        self.w.model = 'model'
-        return ''
+        if self.w.training: return ''
+        if self._is_sure(): return self._exchange()
+        return f'if {self.name("lent")}:\n    {self._exchange()}{self._not_lent()}'
 
     def cleanup_fit(self):
         kept = self.cb.keep and not any(self.w.kind(cb) == 'KeepBestCB' for cb in self.w.trainer.callbacks)
@@ -53,7 +70,7 @@ class EMA(Averaging):
         rule = f'get_ema_multi_avg_fn({self.cb.decay!r})'
         take_in = _TAKE_IN.replace('DECAY', repr(self.cb.decay))
         if self.cb.warmup: rule = self.w.definition('take_in', take_in)
-        return f'{self.variable()} = AveragedModel(model, multi_avg_fn={rule}).eval()'
+        return f'{self.variable()} = AveragedModel(model, multi_avg_fn={rule}).eval(){self._not_lent()}'
 
     def after_step(self): return f'{self.variable()}.update_parameters(model)'
 
@@ -68,7 +85,8 @@ class SWA(Averaging):
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.w.trainer.model.modules())
         if self.cb.update_bn and norms: raise NotWritten(*_NORMS)
         for name in ('AveragedModel', 'get_swa_multi_avg_fn'): self._import(name)
-        return f'{self.variable()} = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn()).eval()'
+        made = f'{self.variable()} = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn()).eval()'
+        return f'{made}{self._not_lent()}'
 
     silent = 'after_fit',
     def _take_in(self):

@@ -22,7 +22,7 @@ def _leaves_pass(node): return isinstance(node, Leave) and node.span == 'epoch'
 @patch
 def one_pass(self:Writing, training)->list:
     "A pass over a loader"
-    self.training,self.model = training,'model'
+    self.training = training
     form,dl = self.passes[training],'train_dl' if training else 'valid_dl'
     whole = form is None or form.source != 'batch' or self.knows('batch', training)
     before = joined_blocks(self.event('before_epoch'))
@@ -72,7 +72,7 @@ def fit(self:Writing)->list:
     if self.knows('stop', 'before_fit'): before += lines('if stop:\n    return history', 'Trainer.fit')
     epochs, = lines('for epoch in range(n_epochs):\n    pass', 'Trainer.fit')
     body = [node for training in self.passes for node in self.one_pass(training)]
-    self.training,self.model = list(self.passes)[-1],'model' # The kind of the last pass, for `log`
+    self.training = list(self.passes)[-1] # The kind of the last pass, for `log`
     log = joined_blocks(self.event('log'))
     stop = lines('if stop:\n    break', 'Trainer.fit')*self._stops()
     epochs.body = self._with_row(body, log) + stop
@@ -103,7 +103,11 @@ def _with_row(self:Writing, body, log):
     in_body,in_log = (any(map(_writes_row, within(block))) for block in (body, log))
     first = self.conditional('len(row) > 2', add, 'Trainer.fit')*in_body
     last = self.conditional('len(row) > 2 and history[-1:] != [row]', add, 'Trainer.fit')*in_log
-    return [*row, *body, *first, *log, *last]
+    return [*row, *_followed(body, first), *_followed(log, last)]
+
+def _followed(block, last):
+    "Statements and what comes after them, also where they end the fit"
+    return guarded(block, last, 'fit') if last and leaves(block, 'fit') else [*block, *last]
 
 def _add_row(block, add):
     "Put `add` behind the first statements that write to the row whatever happens; whether there are any"

@@ -106,7 +106,7 @@ def parameters(
 
 class BasicTrain(Lines):
     "The five steps of plain training"
-    def predict(self): return f'preds = {self.w.model}({self.w.inputs()})'
+    def predict(self): return f'preds = model({self.w.inputs()})'
     def get_loss(self): return f'loss = loss_func(preds{self.w.targets()})'
     def backward(self): return 'loss.backward()'
     def step(self):
