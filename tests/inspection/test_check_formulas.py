@@ -1115,3 +1115,85 @@ def test_a_focal_loss_of_a_mean_is_found():
     for loss_func, names in ((of_mean, ["mean_too_early"]), (of_rows, []), (probability, [])):
         trainer.loss_func = loss_func
         assert found_in(trainer) == names
+
+
+class StepsAnew(Trainer):
+    "Two updates for each batch, each from gradients of its own"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if not self.training:
+            return
+        self.run_callbacks("backward")
+        self.opt.step()
+        self.opt.zero_grad()
+        self.run_callbacks("predict", "get_loss", "backward", "step", "zero_grad")
+
+
+class StepsOnceMore(StepsAnew):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss", "backward", "step")
+        self.opt.step()
+
+
+class StepsToo:
+    def after_step(self, trainer):
+        trainer.opt.step()
+
+
+def messages(trainer):
+    try:
+        return [str(o) for o in trainer.check()]
+    except CheckFailed as error:
+        return [str(error)]
+
+
+@pytest.mark.parametrize(
+    "kind, callbacks, name",
+    [
+        (StepsAnew, [], None),
+        (StepsOnceMore, [], "StepsOnceMore.one_batch"),
+        (StepsAnew, [StepsToo()], "StepsToo.after_step"),
+    ],
+)
+def test_two_updates_of_a_batch_each_have_gradients_of_their_own(kind, callbacks, name):
+    parts = images_trainer([])
+    trainer = kind(parts.dls, F.cross_entropy, optim.SGD, parts.model, [BasicTrainCB(), *callbacks])
+    found = [o for o in messages(trainer) if "both call `step`" in o]
+    assert (not found) if name is None else f"`{name}`" in found[0]
+
+
+def norm_of(params):
+    return params[0].norm() + norm_of(params[1:]) if params else 0.0
+
+
+class NormOfLayers:
+    def norm(self, module):
+        own = sum(p.norm() for p in module.parameters(recurse=False))
+        return own + sum(self.norm(child) for child in module.children())
+
+    def after_get_loss(self, trainer):
+        if trainer.training:
+            trainer.loss = trainer.loss + 0.01 * self.norm(trainer.model)
+
+
+class NormByFunction(NormOfLayers):
+    def norm(self, module):
+        return norm_of(list(module.parameters()))
+
+
+class CutNorm(NormOfLayers):
+    def norm(self, module):
+        own = sum(p.norm().item() for p in module.parameters(recurse=False))
+        return own + sum(self.norm(child) for child in module.children())
+
+
+@pytest.mark.parametrize(
+    "kind, names", [(NormOfLayers, []), (NormByFunction, []), (CutNorm, ["constant_term"])]
+)
+def test_a_penalty_whose_helper_calls_itself(kind, names):
+    found = found_in(images_trainer([BasicTrainCB(), kind()]))
+    assert "not_looked" not in found
+    assert [o for o in found if o == "constant_term"] == names

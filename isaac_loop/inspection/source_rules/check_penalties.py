@@ -26,8 +26,9 @@ _SETTINGS_OF = _PASS_ON | {'trainer'}
 
 class _Terms:
     "What the terms of a loss are made of"
-    def __init__(self, tree, holder, known):
+    def __init__(self, tree, holder, known, calls=()):
         self.tree,self.holder,self.known = tree,holder,known
+        self.calls = calls # Functions that are being looked into, each called by the one before
         self.args = {o.arg for o in tree.args.args} - {o.arg for o in _with_default(tree.args)}
         self.sets,self.bound = {},set()
         for node in ast.walk(tree):
@@ -84,7 +85,7 @@ class _Terms:
             return '`torch.tensor(...)`' if given is None else given
         if name in _CUT_BY and (name != 'float' or owner is None): return f'`{_CUT_BY[name]}`'
         helper = self._helper(node)
-        if helper is not None: return _Terms(*helper).of_returns()
+        if helper is not None: return '' if helper[-1][-1] in self.calls else _Terms(*helper).of_returns()
         plain = owner is None and name in ('sum', 'max', 'min', 'abs')
         if plain or owner is not None and ast.unparse(owner) in _PASS_ON: return self._of_all(node.args, seen)
         if owner is None or ast.unparse(owner) == 'self': return None
@@ -95,7 +96,8 @@ class _Terms:
         is_own = ast.unparse(node.func) == f'self.{called(node)}'
         f = getattr(type(self.holder), called(node), None) if is_own else self.known.get(called(node))
         tree = function_node(f) if is_users_function(f) else None
-        return (tree, self.holder, f.__globals__) if isinstance(tree, ast.FunctionDef) else None
+        known = isinstance(tree, ast.FunctionDef)
+        return (tree, self.holder, f.__globals__, (*self.calls, f)) if known else None
 
     def of_returns(self):
         "What all that a helper returns was cut off by"

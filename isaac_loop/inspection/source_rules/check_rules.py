@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #6b7f1af0
-import ast, copy
+import ast, copy, inspect
 from functools import partial
 
 import torch
@@ -149,7 +149,7 @@ def pairs_of(
     both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
     return list(zip(target.elts, value.elts)) if both else [(target, value)]
 
-def said(entry): return f'`{entry.name}.{entry.event}`'
+def said(entry): return f'`{entry.name}.{entry.loop or entry.event}`'
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #bb8af02a
 _LATER = ('{reader} reads `trainer.{name}` ({line}), and {writer} writes it only later, so there would be '
@@ -228,8 +228,19 @@ def steps_run(
 def _in_batch(scene):
     "The entries of a training batch, without the steps that a batch of one's own does not run"
     if not has_own_batch(scene.trainer): return scene.batch
-    run = steps_run(scene)
-    return [o for o in scene.batch if o.event not in STEPS or run is None or o.event in run]
+    run,are_new = steps_run(scene),_new_gradients(scene.trainer)
+    entries = [o for o in scene.batch if not (are_new and o.loop == 'one_batch')]
+    return [o for o in entries if o.event not in STEPS or run is None or o.event in run]
+
+def _new_gradients(trainer):
+    "Whether a batch of one's own computes gradients anew before each of its steps, as its lines say"
+    tree = function_node(inspect.unwrap(type(trainer).one_batch))
+    calls = [o for o in ast.walk(tree) if isinstance(o, ast.Call)] if tree is not None else []
+    told = [(o.end_lineno, o.end_col_offset, o.func.attr) for o in calls if isinstance(o.func, ast.Attribute)]
+    run = [o for call in calls if getattr(call.func, 'attr', '') == 'run_callbacks' for o in ast.walk(call)]
+    told += [(o.lineno, o.col_offset, o.value) for o in run if isinstance(o, ast.Constant)]
+    deeds = [o[-1] for o in sorted(o for o in told if o[-1] in ('backward', 'step'))]
+    return 'step' in deeds and ('step', 'step') not in zip(['step', *deeds], deeds)
 
 def double_steps(scene):
     "Two callbacks that make a step of the same optimizer in every batch"
