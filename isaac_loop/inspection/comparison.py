@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, MethodType
 import torch
 
 from ..basics.tables import Table
-from ..data.fingerprint import described
+from ..data.fingerprint import described, values_around
 from .map_entries import all_entries
 from .swap import Swap
 from ..loop.events import callback_name
@@ -42,7 +42,25 @@ def _is_known(x):
 
 def _function_in_words(f):
     "A function with its settings, and a number for its body"
-    return f'{described(f).rpartition(" [")[0]} [{_digest(_body(f.__code__))}]'
+    held = ((k, v) for k,v in values_around(f) if isinstance(v, (list, tuple, dict, set, frozenset)))
+    told = [f'{k}={_content_in_words(v)}' for k,v in held]
+    words = f'{described(f).rpartition(" [")[0]} [{_digest(_body(f.__code__))}]'
+    return words + f' with {", ".join(told)}'*bool(told)
+
+def _content_in_words(value, depth=3):
+    "What a list or a dict holds, one within the other; of a long one the beginning and a number for all"
+    if isinstance(value, (numbers.Number, str, type(None))): return repr(value)
+    is_dict = isinstance(value, dict)
+    is_open = is_dict or isinstance(value, (list, tuple, set, frozenset))
+    if not is_open or not depth: return getattr(value, '__qualname__', type(value).__name__)
+    parts = [_content_in_words(o, depth-1) for o in (value.values() if is_dict else value)]
+    if is_dict: parts = [f'{k}: {part}' for k,part in zip(value, parts)]
+    if isinstance(value, (set, frozenset)): parts.sort() # In no order of their own
+    more = f', ... {len(parts)} in all [{_digest(parts)}]'*(len(parts) > _FIRST)
+    opens,closes = '{}' if is_dict else '[]'
+    return f'{opens}{", ".join(parts[:_FIRST])}{more}{closes}'
+
+_FIRST = 8
 
 def _digest(x): return blake2b(repr(x).encode(), digest_size=3).hexdigest()
 
