@@ -173,7 +173,10 @@ def _fit_returns(block, w):
         found += lines('return history' if rows else 'return', node.origin) if is_leave else [node]
     return found
 
-_NO_SPAN = '`{origin}` leaves a `{span}` where none is open, so the trainer itself would end in an error.'
+_NO_SPAN = ('`{origin}` may leave a `{span}` where none is open, as in an update after the last batch of a '
+            'pass, and the script could not go on from there. Leave it in an event that runs only within a '
+            '`{span}`, such as `after_{span}`, or give `dls.train` a length, so that the last update comes '
+            'with the last batch.')
 
 # %% ../../nbs/inspection/89_script.ipynb #7e84fa6b
 _ARGUMENTS = 'model, train_dl, valid_dl, loss_func, opt_func, n_epochs, lr'

@@ -5,6 +5,7 @@ Each planted one is found by the name of its rule; in the right ones nothing is 
 
 import math
 import copy
+import warnings
 from collections import deque
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop import Trainer, with_cbs
-from isaac_loop.callbacks import BasicTrainCB, MetricsCB
+from isaac_loop.callbacks import BasicTrainCB, MetricsCB, OneCycleSchedulerCB
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.loop.events import CancelBatchException
 from marked import Marked, Planted
@@ -1144,10 +1145,12 @@ class StepsToo:
 
 
 def messages(trainer):
-    try:
-        return [str(o) for o in trainer.check()]
-    except CheckFailed as error:
-        return [str(error)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return [str(o) for o in trainer.check()]
+        except CheckFailed as error:
+            return [str(error)]
 
 
 @pytest.mark.parametrize(
@@ -1197,3 +1200,75 @@ def test_a_penalty_whose_helper_calls_itself(kind, names):
     found = found_in(images_trainer([BasicTrainCB(), kind()]))
     assert "not_looked" not in found
     assert [o for o in found if o == "constant_term"] == names
+
+
+class DoublesInTraining:
+    on_valid = False
+
+    def after_get_loss(self, trainer):
+        trainer.loss = trainer.loss * 2
+
+
+class DoublesAlways(DoublesInTraining):
+    on_valid = True
+
+
+@pytest.mark.parametrize(
+    "kind, words", [(DoublesInTraining, ", in training, and"), (DoublesAlways, "in training and in val")]
+)
+def test_where_a_loss_is_scaled_is_told(kind, words):
+    (found,) = [o for o in messages(images_trainer([BasicTrainCB(), kind()])) if "scales" in o]
+    assert words in found
+
+
+class StepsByOneMore:
+    def before_fit(self, trainer):
+        self.mine = optim.SGD(trainer.model.parameters(), 0.01)
+
+    def after_step(self, trainer):
+        self.mine.step()
+
+
+def test_the_optimizer_of_the_trainer_is_called_so_if_a_schedule_keeps_it_too():
+    trainer = images_trainer([BasicTrainCB(), StepsByOneMore(), OneCycleSchedulerCB()])
+    with pytest.warns(UserWarning, match="`trainer.opt` and `StepsByOneMore.mine` both make steps"):
+        trainer.check(batches=2)
+
+
+def over_rows_for_nll(preds, y):
+    return F.nll_loss(F.log_softmax(preds, dim=0), y)
+
+
+def over_rows_by_name(preds, y):
+    logs = preds.log_softmax(0)
+    return -logs[torch.arange(len(y)), y].mean()
+
+
+def over_classes(preds, y):
+    return F.nll_loss(F.log_softmax(preds, dim=1), y)
+
+
+def both_ways(preds, y):
+    "Examples against each other, as in contrastive learning"
+    return over_classes(preds, y) - 0.1 * F.log_softmax(preds, dim=0).diagonal().mean()
+
+
+def listwise(preds, y):
+    return -(F.log_softmax(preds, dim=0).mean(1) * F.softmax(y.float(), dim=0)).sum()
+
+
+@pytest.mark.parametrize(
+    "loss, wrong",
+    [
+        (over_rows_for_nll, True),
+        (over_rows_by_name, True),
+        (over_classes, False),
+        (both_ways, False),
+        (listwise, False),
+    ],
+)
+def test_a_loss_function_whose_softmax_goes_over_the_examples(loss, wrong):
+    parts = images_trainer([])
+    trainer = Trainer(parts.dls, loss, optim.SGD, parts.model, [BasicTrainCB()])
+    assert ("over_rows" in found_in(trainer)) == wrong
+    assert not any("could not look" in o for o in messages(trainer))

@@ -9,7 +9,8 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from isaac_loop import CancelEpochException, CancelFitException, Trainer, set_seed
+from isaac_loop import CancelBatchException, CancelEpochException, CancelFitException
+from isaac_loop import Trainer, set_seed, with_cbs
 from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, ClipGradCB, OneCycleSchedulerCB
 from isaac_loop.callbacks import EMACB, KeepBestCB, MetricsCB, SWACB
 from isaac_loop.data import DataLoaders
@@ -320,3 +321,33 @@ AVERAGES = {
 @pytest.mark.parametrize("name", AVERAGED)
 def test_an_average_is_measured_in_the_model_itself(name, average, monkeypatch):
     both(lambda: AVERAGED[name](AVERAGES[average]), monkeypatch, n_epochs=4, lr=0.5)
+
+
+# Words
+
+
+class OfLibrary(Trainer):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        super().one_batch()
+
+
+def test_who_calls_the_batch_of_the_library_is_told_to_write_it_out():
+    trainer = OfLibrary(DataLoaders(batches()), F.cross_entropy, optim.SGD, nn.Linear(4, 3), BasicTrainCB())
+    with pytest.raises(ValueError, match="calls the `one_batch` of `Trainer`. Write out what that does"):
+        trainer.to_script()
+
+
+class LeavesBatchCB:
+    def before_step(self, trainer):
+        if trainer.batch_num == 1:
+            raise CancelBatchException
+
+
+def test_who_may_leave_a_batch_after_the_last_one_is_told_what_to_do():
+    stream = (batch for batch in batches())
+    trainer = trainer_of([AccumulationCB(2), LeavesBatchCB()], train=stream, valid=False)
+    with pytest.raises(
+        ValueError, match="`LeavesBatchCB.before_step` may leave a `batch`.*give `dls.train` a"
+    ):
+        trainer.to_script()

@@ -171,6 +171,8 @@ class InlineStatements(InlineCalls):
 _OURS = __name__.partition('.')[0]
 _SHORT = 4 # So many statements are written in the place of a call
 
+_OF_TRAINER = ('it calls the `{}` of `Trainer`',
+               "Write out what that does, as by `self.run_callbacks('predict', 'get_loss')`")
 _SUPER = ('it calls a method of a base class in a way that cannot be written',
           'Call it by `super().name(...)` in a method, or write out what it does')
 
@@ -207,7 +209,9 @@ class InlineMethods(InlineStatements):
         further = [o for o in call.args if not (self.is_trainer(o) or self.is_self(o))]
         if found is None or further or call.keywords: return None
         f,trainer = plain_function(found),any(map(self.is_trainer, call.args))
-        if (f.__module__ or '').startswith(_OURS): return self.w.built_in(self.method.owner, name)
+        is_ours = (f.__module__ or '').startswith(_OURS)
+        if is_ours and self.is_own_trainer: raise NotWritten(_OF_TRAINER[0].format(name), _OF_TRAINER[1])
+        if is_ours: return self.w.built_in(self.method.owner, name)
         return statements_of(self.w, Method(f, self.method.owner, trainer), self.expand)
 
     def visit_Call(self, node):

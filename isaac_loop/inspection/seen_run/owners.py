@@ -51,8 +51,9 @@ def _held(trainer):
 def optimizers_of(
     trainer, # With its callbacks
 )->dict: # By name
-    "The optimizers that somebody holds"
-    return {name: o for name,o in _held(trainer) if isinstance(o, Optimizer)}
+    "The optimizers that somebody holds; names that are hidden come last"
+    found = [(name, o) for name,o in _held(trainer) if isinstance(o, Optimizer)]
+    return dict(sorted(found, key=lambda pair: '._' in pair[0]))
 
 def parameters_of(
     trainer, # With its callbacks

@@ -107,19 +107,48 @@ def _predicting(scene):
 
 def over_rows(scene):
     "Maxima and probabilities over the examples of a batch"
+    looked = [(*o, _over_axis_0(*o[:2])) for o in _predicting(scene)]
+    looked += [(*o, _over_classes(*o[:2])) for o in _loss_func(scene)]
     found = []
-    for tree,names,who,file,callback in _predicting(scene):
-        for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call) and called(o) in _AXES]:
-            owner = getattr(node.func, 'value', None)
-            is_method = ast.unparse(owner) in names if owner is not None else False
-            rest = node.args if is_method else node.args[1:]
-            of_preds = is_method or bool(node.args) and ast.unparse(node.args[0]) in names
-            named = [o.value for o in node.keywords if o.arg in ('dim', 'axis')]
-            axis = next(iter([*named, *rest]), None)
-            if not of_preds or getattr(axis, 'value', None) != 0: continue
+    for _,_,who,file,callback,nodes in looked:
+        for node in nodes:
             text = _OVER_ROWS.format(who=who, name=called(node), line=f'{file}:{node.lineno}')
-            found.append(Finding('over_rows', text, [callback], spoils=True))
+            found.append(Finding('over_rows', text, [callback] if callback else [], spoils=True))
     return found
+
+def _over_axis_0(tree, names):
+    "Calls over axis 0 of what has one of these names"
+    for node in [o for o in ast.walk(tree) if isinstance(o, ast.Call) and called(o) in _AXES]:
+        owner = getattr(node.func, 'value', None)
+        is_method = ast.unparse(owner) in names if owner is not None else False
+        rest = node.args if is_method else node.args[1:]
+        of_preds = is_method or bool(node.args) and ast.unparse(node.args[0]) in names
+        named = [o.value for o in node.keywords if o.arg in ('dim', 'axis')]
+        axis = next(iter([*named, *rest]), None)
+        if of_preds and getattr(axis, 'value', None) == 0: yield node
+
+def _loss_func(scene):
+    "The function of the loss, as of `_predicting`"
+    own = [o for o in own_losses(scene) if o[-1] not in scene.trainer.callbacks]
+    for tree,_,file,where,_ in own:
+        names = [o.arg for o in getattr(getattr(tree, 'args', None), 'args', ()) if o.arg != 'self']
+        if len(names) > 1: yield tree,names,where,file,None
+
+def _over_classes(tree, names):
+    "Calls over axis 0 of predictions of which the class in the targets is then taken; others may be meant"
+    preds,targets,*_ = names
+    for node in _over_axis_0(tree, {preds}):
+        sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and o.value is node]
+        made = {ast.unparse(node), *(ast.unparse(o.targets[0]) for o in sets)}
+        if any(_takes_class(o, made, targets) for o in ast.walk(tree)): yield node
+
+def _takes_class(node, made, targets):
+    "Whether an expression takes from something, for each example, what stands at its target"
+    if isinstance(node, ast.Subscript):
+        at = getattr(node.slice, 'elts', ())
+        return ast.unparse(node.value) in made and len(at) == 2 and ast.unparse(at[1]) == targets
+    is_loss = isinstance(node, ast.Call) and called(node) == 'nll_loss' and len(node.args) > 1
+    return is_loss and ast.unparse(node.args[0]) in made and ast.unparse(node.args[1]) == targets
 
 def wrong_limits(scene):
     "Probabilities asked of numbers that are none"

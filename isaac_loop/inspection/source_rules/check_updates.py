@@ -9,7 +9,7 @@ __all__ = []
 import ast
 
 from .check_rules import happens, method_of, said, taken_from, users_own
-from ...loop.handlers import has_own_batch
+from ...loop.handlers import has_own_batch, takes_part
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/06_check_updates.ipynb #7c1be23c
@@ -114,8 +114,9 @@ def scaled_losses(scene):
                  and o.event != 'get_loss']
         put_back = any('loss' in o.found.writes or o.found.unclear for o in later)
         if put_back or 'loss' not in entry.found.writes or not _scales(entry): continue
-        both = entry.event == 'after_get_loss'
-        when = ', in training and in validation,' if both else ' for the backward pass'
+        with_valid = takes_part(entry.callback, entry.event, False)
+        when = ', in training and in validation,' if with_valid else ', in training,'
+        if entry.event != 'after_get_loss': when = ' for the backward pass'
         text = _SCALED.format(who=said(entry), when=when)
         found.append(Finding('scaled_loss', text, [entry.callback]))
     return found
