@@ -9,6 +9,7 @@ __all__ = []
 import dis, enum
 from collections import deque
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 
 import torch
@@ -55,7 +56,7 @@ def _inside_code(f):
     if isinstance(f, type):
         held = [getattr(o, '__func__', o) for o in vars(f).values()]
         parts = [[o.fget, o.fset] if isinstance(o, property) else [o] for o in held]
-        return [*f.__bases__, *(o for part in parts for o in part)]
+        return [*f.__bases__, *chain.from_iterable(parts)]
     given = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
     cells = [content_of(cell) for cell in f.__closure__ or ()]
     named = [f.__globals__.get(name) for name in _global_names(f.__code__)]

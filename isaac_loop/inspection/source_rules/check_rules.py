@@ -237,8 +237,9 @@ def _new_gradients(trainer):
     tree = function_node(inspect.unwrap(type(trainer).one_batch))
     calls = [o for o in ast.walk(tree) if isinstance(o, ast.Call)] if tree is not None else []
     told = [(o.end_lineno, o.end_col_offset, o.func.attr) for o in calls if isinstance(o.func, ast.Attribute)]
-    run = [o for call in calls if getattr(call.func, 'attr', '') == 'run_callbacks' for o in ast.walk(call)]
-    told += [(o.lineno, o.col_offset, o.value) for o in run if isinstance(o, ast.Constant)]
+    run = [ast.walk(call) for call in calls if getattr(call.func, 'attr', '') == 'run_callbacks']
+    names = [part for parts in run for part in parts if isinstance(part, ast.Constant)]
+    told += [(name.lineno, name.col_offset, name.value) for name in names]
     deeds = [o[-1] for o in sorted(o for o in told if o[-1] in ('backward', 'step'))]
     return 'step' in deeds and ('step', 'step') not in zip(['step', *deeds], deeds)
 
