@@ -47,9 +47,34 @@ def drawn_from(
 
 def _of_numpys(x):
     "A `RandomState` warns if it is asked for the tuple of old where another source is in it"
-    if not hasattr(x, 'get_state'): return getattr(x, 'bit_generator', x).state
+    if not hasattr(x, 'get_state'): return _of_source(getattr(x, 'bit_generator', x))
     state = x.get_state(legacy=False)
     return x.get_state() if state['bit_generator'] == 'MT19937' else state
+
+def is_seeds(x): return type(x).__name__ == 'SeedSequence' and type(x).__module__.startswith('numpy.random')
+
+def _of_source(bits):
+    "The state of a source of random bits, also from which of its children the next one follows"
+    seeds = getattr(bits, 'seed_seq', None)
+    return bits.state | dict(seed_seq=seeds.state) if is_seeds(seeds) else bits.state
+
+def seeds_at(
+    here, # A `SeedSequence`, or what is in its place
+    state:dict, # Of another one
+): # `here`, if it only has to spawn more
+    "A `SeedSequence` that goes on from `state`"
+    now = here.state if is_seeds(here) else {}
+    n = state['n_children_spawned']-now.get('n_children_spawned', 0)
+    if not now or now | dict(n_children_spawned=0) != state | dict(n_children_spawned=0) or not 0 <= n < 1000:
+        import numpy as np # Only if one was saved
+        return np.random.SeedSequence(**state)
+    here.spawn(n)
+    return here
+
+def _set_source(bits, state):
+    bits.state,seeds = state,getattr(bits, 'seed_seq', None)
+    if not is_seeds(seeds) or 'seed_seq' not in state or seeds.state == state['seed_seq']: return
+    bits.__setstate__((bits.state, seeds_at(seeds, state['seed_seq'])))
 
 def set_drawn(
     x, # A generator
@@ -58,7 +83,7 @@ def set_drawn(
     "Put a generator where another one of its kind was"
     if isinstance(x, random.Random): x.setstate(state)
     elif hasattr(x, 'set_state'): x.set_state(state)
-    else: getattr(x, 'bit_generator', x).state = state
+    else: _set_source(getattr(x, 'bit_generator', x), state)
 
 def begin_anew(
     x, # A generator
@@ -70,7 +95,7 @@ def begin_anew(
     elif hasattr(x, 'set_state'): _begin_of_old(x, seed)
     else:
         bits = getattr(x, 'bit_generator', x)
-        bits.state = type(bits)(seed).state
+        _set_source(bits, _of_source(type(bits)(seed)))
 
 def _begin_of_old(x, seed):
     "The same for a `RandomState`, of which only the usual kind takes a number"

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..basics.tensors import OF_MODULES
-from ..data.random_generators import drawn_from
+from ..data.random_generators import drawn_from, is_seeds
 from .mementos import slots_of
 
 # %% ../../nbs/state/30_change_marks.ipynb #9e581eea
@@ -185,7 +185,7 @@ class Marker:
         if isinstance(x, (array, bytearray)): return Mark(value=(type(x), bytes(x)))
         if type(x).__module__ == 'numpy' and hasattr(x, 'tobytes'):
             return Mark(value=(type(x), str(x.dtype), x.shape, x.tobytes()))
-        drawn = drawn_from(x)
+        drawn = x.state if is_seeds(x) else drawn_from(x)
         if drawn is not None: return Mark(Same(x), repr(drawn.tolist() if torch.is_tensor(drawn) else drawn))
         if is_iterator(x): return Mark(Same(x), object())
         if isinstance(x, CONTAINERS): return self._container(x)

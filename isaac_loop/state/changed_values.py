@@ -17,7 +17,7 @@ from torch import nn, optim
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .errors import ResumeMismatch, UnsaveableState
-from ..data.random_generators import drawn_from, set_drawn
+from ..data.random_generators import drawn_from, is_seeds, seeds_at, set_drawn
 from .change_marks import CONTAINERS, HELD, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, part_of
 from .filled_objects import Filler, is_numeric, is_still
@@ -170,6 +170,7 @@ class Keeper:
         drawn = drawn_from(x)
         if drawn is not None: return self._generator(x, drawn, begin, ready)
         if is_plain(x): return x
+        if is_seeds(x): return {_KIND: 'seeds', 'value': x.state}
         there = any(o is not None and o.who == Same(x) for o in (begin, ready))
         if not there or not hasattr(x, '__dict__'): raise Unkept
         if tells_state(x) and not isinstance(x, nn.Module): return {_KIND: 'state', 'value': _told(x)}
@@ -242,6 +243,7 @@ class Putter:
         if kind == 'path': return Path(value)
         if kind == 'device': return torch.device(value)
         if kind == 'array': return array(saved['type'], bytes(value))
+        if kind == 'seeds': return seeds_at(here, value)
         if kind == 'on':
             return value.detach().to(self._device(saved['device'])).requires_grad_(value.requires_grad)
         if kind == 'deque':

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ..loop.ranks import Ranks
 from ..data.resumable_loaders import Resumable
 from ..data.generators import data_generators
-from ..data.random_generators import drawn_from
+from ..data.random_generators import drawn_from, set_drawn
 
 # %% ../../nbs/state/18_mementos.ipynb #d5e2c4d8
 def _nothing(): pass
@@ -104,7 +104,7 @@ def _of_numpys(x):
     np = sys.modules['numpy']
     if isinstance(x, np.random.RandomState): return _of_generator(x)
     if isinstance(x, np.random.Generator): return _nothing, (x.bit_generator,)
-    if isinstance(x, np.random.BitGenerator): return partial(setattr, x, 'state', x.state), ()
+    if isinstance(x, np.random.BitGenerator): return partial(set_drawn, x, drawn_from(x)), ()
     if not isinstance(x, np.ndarray) or isinstance(x, np.memmap): return _nothing, ()
     plain = x.view(np.ndarray)
     values = plain.copy()
