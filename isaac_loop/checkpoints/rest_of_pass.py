@@ -17,7 +17,8 @@ from .made_batches import drawn_in
 from ..loop.passes import n_batches
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import set_plain_random_state, undrawn
-from ..state.run_parts import all_parameters, held_loaders
+from ..state.own_state import put_readers_of, readers_held, same_values
+from ..state.run_parts import all_parameters, generators, held_loaders
 from ..state.run_state import put_callbacks, put_generators
 
 # %% ../../nbs/checkpoints/17_rest_of_pass.ipynb #7e2a4d7d
@@ -64,14 +65,36 @@ def _is_at(dl, place):
     return place is not None and (now['epoch'], _given(now)) == (place['epoch'], _given(place))
 
 # %% ../../nbs/checkpoints/17_rest_of_pass.ipynb #cc338659
-def _run_samplers(trainer, start, workers=None):
-    "Draw from the generators of a plain loader what it draws in a whole pass; nothing is read"
-    if not isinstance(trainer.dl, DataLoader): return
-    put_generators(trainer, start)
+def _begun(trainer, start, done):
+    "The sampler of a plain loader in a pass that was begun, of which `done` batches were given"
+    dl = trainer.dl
+    set_plain_random_state(start, strict=False)
+    put_generators(trainer, start['generators'])
+    put_readers_of(trainer, start, 'begun')
+    begins = 'train' not in (start.get('workers') or ()) # Else its workers were there
+    if begins: torch.empty((), dtype=torch.int64).random_(generator=dl.generator) # Their seed
+    rest = iter(dl.sampler if dl.batch_sampler is None else dl.batch_sampler)
+    for _ in range(done): next(rest, None)
+    return rest
+
+def _is_run_out(trainer, state, done):
+    "Whether a sampler had been asked for more than its last row already, as by workers or by who looks ahead"
+    if trainer.dl.num_workers: return True
+    if type(trainer.dl).__iter__ is DataLoader.__iter__: return False
     with undrawn():
-        begins = 'train' not in (workers or ()) # Else its workers were there
-        if begins: torch.empty((), dtype=torch.int64).random_(generator=trainer.dl.generator) # Their seed
-        for _ in trainer.dl.sampler if trainer.dl.batch_sampler is None else trainer.dl.batch_sampler: pass
+        for _ in _begun(trainer, state['pass_start'], done): pass
+    now = generators(trainer)
+    return all(torch.equal(x, now[name].get_state()) for name,x in state['generators'].items() if name in now)
+
+def _end_samplers(trainer, state, done):
+    "Let what a plain loader draws from stand where it stands after a whole pass; nothing is read"
+    is_plain = isinstance(trainer.dl, DataLoader) and not hasattr(trainer.dl, 'load_state_dict')
+    rest = ()
+    if is_plain and not _is_run_out(trainer, state, done):
+        with undrawn(): rest = _begun(trainer, state['pass_start'], done)
+    put_generators(trainer, state.get('generators', {}))
+    put_readers_of(trainer, state['pass_start'], 'now')
+    for _ in rest: pass
 
 # %% ../../nbs/checkpoints/17_rest_of_pass.ipynb #7bbe0b65
 def put_readers(
@@ -100,6 +123,23 @@ def model_kept(
         with torch.no_grad():
             for x,was in zip(buffers, were): x.copy_(was)
 
+@contextmanager
+def numbers_kept(
+    trainer, # That reads a pass again
+    state:dict, # As `take_state` gave it
+):
+    """Have generators stand in the end where they stood, as others may draw from them between two batches
+
+    So do the numbers of those who make the batches, but for what reading them counts by itself."""
+    start = state['pass_start']
+    still = same_values(*(start.get('readers', {}).get(o, {}) for o in ('begun', 'now')))
+    put_readers_of(trainer, start, 'begun', still)
+    before = readers_held(trainer)
+    try: yield
+    finally:
+        put_generators(trainer, state.get('generators', {}))
+        put_readers_of(trainer, start, 'now', still | same_values(before, readers_held(trainer)))
+
 def begin_pass_anew(
     trainer, # Its loader knows its position
     place:dict, # Where that stood when the pass began
@@ -112,14 +152,14 @@ def end_pass(
     trainer, # That goes on
     over:bool, # Has the loader given all of this pass?
     stopped:str, # Why the run was stopping, or None
-    own:dict, # States of generators when the pass began, by name
-    workers:dict, # Loaders whose workers had begun by then, or None
+    state:dict, # As `take_state` gave it
+    done:int, # Batches of this pass that were done
 ):
     "Leave the loader as it is after a whole pass, and stop if the run was stopping"
-    if stopped is not None:
-        trainer.request_stop(stopped) # There is only the end of the epoch before it
-        if not over: leave_rest(trainer.dl)
-    elif own: _run_samplers(trainer, own, workers)
+    if stopped is None: return _end_samplers(trainer, state, done)
+    trainer.request_stop(stopped) # There is only the end of the epoch before it
+    put_readers_of(trainer, state['pass_start'], 'now')
+    if not over: leave_rest(trainer.dl)
 
 # %% ../../nbs/checkpoints/17_rest_of_pass.ipynb #15767108
 def replayed(

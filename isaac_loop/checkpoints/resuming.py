@@ -18,12 +18,13 @@ from .standing import kept_in
 from .made_batches import drawn_in, own_numbers, parts_of_batch, place_in_pass
 from .made_batches import put_before, put_begun, take_before, take_begun
 from .rest_of_pass import begin_pass_anew, end_pass, is_over, leave_held, model_kept
-from .rest_of_pass import put_readers, replayed
+from .rest_of_pass import numbers_kept, put_readers, replayed
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
 from ..state.comings import take_comings, take_out, warn_of_absent
+from ..state.own_state import readers_held
 from ..state.run_parts import check_states, generators, loaders_of, put_workers, workers_begun
 from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state
@@ -54,6 +55,7 @@ class ResumingCB:
     _before,_last = None,None # What batches of this pass may be made from; what the newest of them holds
     _walked,_in_step = None,False # What gives the batches of this pass; has each come with one of the loader?
     _kept_before = {} # What the training loader kept when the fit began, see `kept_in`
+    _readers = {} # What those held who make the batches of a plain loader, when this pass began
     _gone,_awaited = {},{} # Who had left when this pass began; who is to be there when batches come
     __repr__ = show_settings
     def __getstate__(self): return {k: x for k,x in vars(self).items() if k != '_walked'} # No copy walks on
@@ -190,6 +192,7 @@ def _pass(self:ResumingCB, trainer, batches):
         own = {name: o.get_state() for name,o in generators(trainer).items()}
         if hasattr(trainer.dl, 'leave_pass'): trainer.dl.leave_pass() # Somebody may hold one that was left
         self._pass_start = compact_random_state(),own,_position_of(trainer.dl),workers_begun(trainer)
+        self._readers = readers_held(trainer)
     self._look_for_awaited(trainer)
     self._walked,drawn = iter(batches),drawn_in(trainer)
     for batch in self._walked:
@@ -236,6 +239,8 @@ def start_of_pass(trainer):
     again,before = _is_elsewhere(innermost, trainer),outermost._before
     found = start | {'generators': own, 'loader': place, 'workers': workers, 'again': again}
     found['gone'] = outermost._gone
+    now = readers_held(trainer)
+    if now: found['readers'] = dict(begun=innermost._readers, now=now)
     noted = before is not None or trainer._source.read_again
     if not noted or not (again or is_made(trainer, innermost._is_wrapped)): return found
     if not again: return found | {'before': before, 'last': None}
@@ -270,21 +275,23 @@ def _rest(self:ResumingCB, trainer, batches, state, done, begun=None):
     own,place,again = start.pop('generators'),start.pop('loader', None),start.pop('again', False)
     saved = {name: start.pop(name, None) for name in ('last', 'place', 'before')}
     workers,_ = start.pop('workers', None),start.pop('gone', None)
+    self._readers = start.pop('readers', {}).get('begun', {})
     self._pass_start = start,own,place,workers
     over,stopped = not again and is_over(trainer.dl, done),state['position']['stop_reason']
     if over or stopped is not None:
         leave_held(trainer, saved['before'])
-        end_pass(trainer, over, stopped, own, workers)
+        end_pass(trainer, over, stopped, state, done)
         trainer.batch_num = done-1
         return iter(())
     knows_its_place = hasattr(trainer.dl, 'load_state_dict')
     if knows_its_place and not again: return batches
     if begun is not None: put_begun(trainer, begun)
     if knows_its_place: begin_pass_anew(trainer, place)
-    put_generators(trainer, own)
     put_workers(trainer, workers)
     stood = own_numbers(trainer.dl)
-    with model_kept(trainer): self._walked,last,self._in_step = replayed(trainer, batches, start, done)
+    with model_kept(trainer), numbers_kept(trainer, state):
+        put_generators(trainer, own)
+        self._walked,last,self._in_step = replayed(trainer, batches, start, done)
     drawn = [path for path,told in own_numbers(trainer.dl).items() if told != stood.get(path)]
     put_readers(trainer, state)
     innermost,_ = _resuming(trainer)

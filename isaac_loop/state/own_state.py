@@ -25,7 +25,7 @@ from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
 from .owners import READERS, World, add_generators_of, holders, is_layer, is_part
-from .owners import may_be_state, of_other, others_of, unasked
+from .owners import may_be_state, of_other, others_of, readers_of, unasked
 from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/38_own_state.ipynb #4ff82aef
@@ -289,15 +289,52 @@ def put(self:OwnState,
     if tell: _tell(dict(lost=[f'`{path}`' for path in putter.lost], gone=gone, differ=differ))
 
 @patch
+def take_readers(self:OwnState,
+    trainer, # With loaders
+)->dict: # By name, for `put_readers`
+    "All numbers of those who make the batches of a plain training loader, whether changed or not"
+    keeper = Keeper(World(trainer, self.loop))
+    return {name: _exactly(self._kept(keeper, name, own, every=True)[0], name, copy=True)[0]
+            for name,(_,own) in readers_of(trainer).items()}
+
+@patch
+def put_readers(self:OwnState,
+    trainer, # As for `take_readers`
+    values:dict, # What that gave
+    names=None, # Pairs of names that are meant; generators are in any case, and default: all
+):
+    "Let those who make the batches have their numbers again"
+    putter = Putter(_device_of(trainer), self.there)
+    for name,(owner,_) in readers_of(trainer).items():
+        held = values.get(name, {}).items()
+        meant = {k: x for k,x in held if names is None or (name, k) in names or not _is_setting(x)}
+        putter.members(owner, from_plain(meant), name)
+
+@patch
 def _marks_now(self:OwnState, trainer):
     "Marks of all attributes as they are"
     marker = Marker(World(trainer, self.loop))
     return {name: _marked(marker, own) for name,(_,own) in self._owners(trainer, None).items()}
 
 def _knows_its_place(trainer, name):
-    "Whether an owner is none that reads for a loader, or for one that goes on where it stood"
-    if not name.startswith(READERS): return True
-    return hasattr(getattr(trainer.dls, name.split('.')[1], None), 'load_state_dict')
+    "Whether an owner is none that reads for the training loader, or for one that goes on where it stood"
+    return not name.startswith('dls.train') or hasattr(trainer.dls.train, 'load_state_dict')
+
+def same_values(a, b):
+    "Pairs of names of those values of two `take_readers` that are the same"
+    mark = Marker(()).mark
+    return {(name, k) for name,held in a.items() for k,x in held.items()
+            if k in b.get(name, {}) and mark(x) == mark(b[name][k])}
+
+def readers_held(trainer):
+    "What those hold who make the batches of a plain training loader, if anybody knows"
+    own = getattr(trainer, '_own_state', None)
+    return {} if own is None else own.take_readers(trainer)
+
+def put_readers_of(trainer, start, when, names=None):
+    "Let them hold what they held when a pass had `begun`, or what they hold `now` that it is saved"
+    own,values = getattr(trainer, '_own_state', None),start.get('readers', {}).get(when, {})
+    if own is not None and values: own.put_readers(trainer, values, names)
 
 def _differing_settings(name, saved, own, marker):
     "A text for each setting that is another one now"

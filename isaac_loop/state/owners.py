@@ -257,6 +257,16 @@ def others_of(trainer):
     for cb in trainer.callbacks: add_generators_of(found, cb, read)
     return found | _parts(trainer, model, found['loss_func'])
 
+def readers_of(
+    trainer, # With loaders
+)->dict: # Pairs of an object and its attributes that may be state, by name
+    "Who makes the batches of a training loader that does not know its place, and generators that these hold"
+    dl,found = getattr(getattr(trainer, 'dls', None), 'train', None),{}
+    if dl is None or hasattr(dl, 'load_state_dict'): return found
+    _add_readers(found, 'dls.train', dl, [trainer, bare(trainer.model), *trainer.callbacks])
+    _add_generators(found, 'dls.train', data_generators(dl))
+    return {name: (x, of_other(name, x)) for name,x in found.items()}
+
 def _add_split(found, dls):
     "Add the function that splits batches, and a pair of loaders of a class of the user's own"
     if is_users(dls): found['dls'] = dls
