@@ -25,7 +25,8 @@ from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
 from .owners import READERS, World, add_generators_of, holders, is_layer, is_part
-from .owners import may_be_state, of_other, others_of, readers_of, unasked
+from .held_callables import keepers_in
+from .owners import besides, is_beside, may_be_state, of_other, others_of, readers_of, unasked
 from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/38_own_state.ipynb #4ff82aef
@@ -88,7 +89,9 @@ class OwnState:
             others = {k: o for k,o in others_of(trainer).items() if id(o) not in taken}
             if not layers: others = {k: o for k,o in others.items() if not (is_part(k) and is_layer(o))}
             found |= {k: (o, of_other(k, o)) for k,o in others.items()}
-        return found
+            functions = keepers_in({f'trainer.{k}': o for k,o in found[''][1].items()})
+            found |= {k: (o, may_be_state(o, unasked(o))) for k,o in functions.items() if unasked(o) is not True}
+        return found | besides(found)
 
     def _own_of(self, trainer):
         "The trainer, and its attributes that may be state"
@@ -183,7 +186,7 @@ def take(self:OwnState,
     for name,(_,own) in owners.items():
         if is_part(name) and not self._changed(keeper.marker, name, own): continue
         state,settings,lost = self._kept(keeper, name, own, every)
-        if name.startswith('dls') or is_part(name): settings = {} # Told elsewhere
+        if name.startswith('dls') or is_part(name) or is_beside(name): settings = {} # Told elsewhere
         state,refused = _exactly(state, name, copy)
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
         if state or settings: found[name] = dict(state=state, settings=settings)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property, lru_cache, partial
-from types import MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 
 import torch
 from torch import nn, optim
@@ -94,6 +94,44 @@ def _names_of_class(cls):
     held = {}
     for base in reversed(own): held |= vars(base)
     return [k for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')]
+
+_IN_CLASS = SIMPLE | {torch.Tensor}
+_FILLED = list,dict,set,deque,torch.Tensor
+
+def besides(
+    found:dict, # Pairs of an owner and its attributes, by name
+)->dict: # Pairs of an object that holds values, and these, by name
+    "What the classes of owners hold, such as a number that counts, and the default values of functions"
+    held,seen = {},set()
+    for name,(owner,_) in found.items():
+        path = name or 'trainer'
+        if isinstance(owner, FunctionType): held |= _of_function(path, owner)
+        for i,cls in enumerate(type(owner).__mro__):
+            if id(cls) in seen or not _is_own(cls) or is_installed(str(cls.__module__)): continue
+            seen.add(id(cls))
+            held |= _beside(f'{path}.__class__' + f'.__mro__[{i}]'*(i > 0), cls, unasked(owner))
+    return held
+
+def _beside(path, cls, without):
+    if without is True: return {}
+    own = {k: o for k,o in vars(cls).items() if k not in without and k != 'stateless' and k[:2] != '__'}
+    values = {k: o for k,o in own.items() if type(o) in _IN_CLASS}
+    methods = {k: o for k,o in own.items() if isinstance(o, FunctionType)}
+    found = {path: (cls, values)} if values else {}
+    return found | {k: o for name,f in methods.items() for k,o in _of_function(f'{path}.{name}', f).items()}
+
+def _of_function(path, f):
+    "Default values that can be filled, and optimizers that a function closes over"
+    n,code = len(f.__defaults__ or ()),f.__code__
+    given = dict(zip(code.co_varnames[code.co_argcount-n:code.co_argcount], f.__defaults__ or ()))
+    filled = {k: o for k,o in (given | (f.__kwdefaults__ or {})).items() if isinstance(o, _FILLED)}
+    cells = zip(code.co_freevars, f.__closure__ or ())
+    around = {k: o.cell_contents for k,o in cells if o != CellType()}
+    opts = {k: o for k,o in around.items() if isinstance(o, optim.Optimizer)}
+    parts = {f'{path}.__defaults__': filled, f'{path}.__closure__': opts}
+    return {k: (SimpleNamespace(**values), values) for k,values in parts.items() if values}
+
+def is_beside(name): return any(o in name for o in ('.__class__', '.__defaults__', '.__closure__'))
 
 _OTHERS = {'builtins', 'isaac_loop', 'torch', 'torchvision', 'datasets', 'types', 'functools'}
 
