@@ -56,11 +56,15 @@ def _unsaved(dl):
     return {} if exact else data_generators(dl)
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #5d86b1f3
+def warn_of_unsaved(trainer):
+    "Say which random numbers nobody saves"
+    warn_of_workers(trainer.dls.train)
+    warn_of_own_numbers(trainer)
+
 def tell_what_differs(trainer, state):
     "Say what has no effect, and what nobody can tell"
     warn_of_rates(trainer, state, 'begin anew in another folder')
-    warn_of_workers(trainer.dls.train)
-    warn_of_own_numbers(trainer)
+    warn_of_unsaved(trainer)
     if others := other_facts(trainer, state): warn(_OTHERWISE.format('; '.join(others)))
     if told := data_unchecked(trainer, state):
         say(f'Whether these are the data of the saved run cannot be told: {told}.')

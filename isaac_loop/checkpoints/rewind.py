@@ -10,6 +10,7 @@ from fastcore.basics import patch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .going_on import warn_of_unsaved
 from .no_effect import warn_of_rates
 from .resuming import between_passes, ResumingCB, start_of_pass
 from ..basics.checks import check_count, check_flag
@@ -47,6 +48,7 @@ class RewindCB(ResumingCB):
         else:
             check_fits(trainer, *found, self.strict)
             warn_of_rates(trainer, found[1])
+            warn_of_unsaved(trainer)
         self._begin(trainer, found)
 
     def cleanup_fit(self, trainer):

@@ -27,6 +27,7 @@ from isaac_loop.all import (
     EvaluatorCB,
     MetricsCB,
     ResumeMismatch,
+    RewindCB,
     Trainer,
     each_image,
     exact_loader,
@@ -387,6 +388,14 @@ def test_what_a_loader_of_ones_own_has_added_is_named_when_a_run_goes_on(tmp_pat
     outcome(CheckpointCB(tmp_path), after_batch, load=NoisyLoader)
     with pytest.warns(UserWarning, match=r"`rng` of `dls.train` may draw random numbers"):
         outcome(CheckpointCB(tmp_path), load=NoisyLoader)
+
+
+def test_a_run_that_is_taken_back_names_what_nobody_saves():
+    trainer = make(load=NoisyLoader, end=[RewindCB()])
+    trainer.fit(2, lr=0.01)
+    trainer.rewind(1)
+    with pytest.warns(UserWarning, match=r"`rng` of `dls.train` may draw random numbers"):
+        trainer.fit(2, lr=0.01)
 
 
 def test_a_transform_of_both_loaders_is_kept_with_one_and_not_named_for_the_other(tmp_path):
