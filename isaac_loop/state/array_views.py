@@ -47,10 +47,19 @@ def _in_one_memory(kept, own):
     return [o for o in groups if len({id(x) for _,x in o}) > 1 and not all(torch.is_tensor(x) for _,x in o)]
 
 # %% ../../nbs/state/36_array_views.ipynb #fdf4bcbf
-def part_views(kept, own, touched, made):
+def _whole_of(group, filled):
+    "The name of an array that has all the memory of a group, and is filled where it lies"
+    spans = [_span(x) for _,x in group]
+    all_of_it = min(low for low,_ in spans),max(high for _,high in spans)
+    whole = [k for (k,x),span in zip(group, spans) if k in filled and span == all_of_it and _is_dense(x)]
+    return next(iter(whole), None)
+
+def _is_dense(x): return x.is_contiguous() if torch.is_tensor(x) else x.flags.forc
+
+def part_views(kept, own, touched, made, filled=()):
     """What is kept of `kept` when arrays share memory, and names of what is not
 
-    `touched` has changed since `before_fit`, which has `made` some."""
+    `touched` has changed since `before_fit`, which has `made` some; `filled` are still its objects."""
     kept,lost = dict(kept),[]
     for group in _in_one_memory(kept, own):
         names = dict.fromkeys(k for k,_ in group)
@@ -63,6 +72,9 @@ def part_views(kept, own, touched, made):
             kept.update({k: kept[k].copy() for k in others if not isinstance(kept[k], CONTAINERS)})
             inside = [k for k in others if isinstance(kept[k], CONTAINERS)]
             lost,gone = lost+inside,again+inside
+        elif whole := _whole_of(group, filled):
+            gone = [k for k in names if k != whole]
+            lost += [k for k in gone if k not in filled] # Others see what it is filled with
         else:
             order = [k for k in own if k in names and k in touched]+still
             gone = order[1:] or order

@@ -20,7 +20,7 @@ from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .array_views import part_views
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, value_in
-from .filled_objects import Knower
+from .filled_objects import Knower, is_numeric, is_still
 from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
@@ -246,7 +246,9 @@ def _kept(self:OwnState, keeper, name, own, every=False):
     touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
     made = {k for k in own if part_of(begin, k) != part_of(ready, k)}
     bare = {k: value_in(x) for k,x in state.items() if x is not ANEW}
-    parted,views = part_views(bare, own, touched, made)
+    stays = lambda k,x: is_numeric(x) and is_still(x, part_of(begin, k), part_of(ready, k))
+    filled = {k for k,x in own.items() if stays(k, x)}
+    parted,views = part_views(bare, own, touched, made, filled)
     state = {k: state[k] if x is bare[k] else x for k,x in parted.items()}
     return state, settings, lost+views
 
