@@ -17,6 +17,7 @@ from ..data.generators import data_generators, PARTS
 from ..data.shared_loaders import exact_instead
 from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
+from ..state.own_state import new_holders
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_parts import generators
 from ..state.script_facts import exchanged_loaders, exchanged_opts, other_facts
@@ -65,7 +66,7 @@ def tell_what_differs(trainer, state):
     "Say what has no effect, and what nobody can tell"
     warn_of_rates(trainer, state, 'begin anew in another folder')
     warn_of_unsaved(trainer)
-    if others := other_facts(trainer, state): warn(_OTHERWISE.format('; '.join(others)))
+    if others := [*other_facts(trainer, state), *new_holders(trainer, state)]: warn(_OTHERWISE.format('; '.join(others)))
     if told := data_unchecked(trainer, state):
         say(f'Whether these are the data of the saved run cannot be told: {told}.')
 

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from torch import nn, optim
 
 from ..basics.checks import warn
+from ..loop.events import callback_name
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
@@ -23,11 +24,13 @@ from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, value_in
 from .filled_objects import Knower, is_numeric, is_still
 from .comings import Comings, owed
 from .errors import UnsaveableState
-from .change_marks import SIMPLE, Code, Mark, Marker, Same, attributes_of, part_of
-from .owners import READERS, World, add_generators_of, holders, is_layer, is_part
+from .change_marks import SIMPLE, Code, Mark, Marker, Same
+from .change_marks import attributes_of, is_outside, part_of
+from .owners import World, add_generators_of, holders, is_layer, is_part
 from .held_callables import keepers_in
 from .owners import besides, is_beside, may_be_state, of_other, others_of, readers_of, unasked
 from .plain_state import from_plain, plain
+from .script_facts import script_facts
 
 # %% ../../nbs/state/38_own_state.ipynb #4ff82aef
 @lru_cache
@@ -345,6 +348,25 @@ def _differing_settings(name, saved, own, marker):
     "A text for each setting that is another one now"
     others = {k: o for k,o in saved.items() if k in own and marker.mark(own[k]) != marker.mark(o)}
     return [f'{_path(name, k)[:-1]}={own[k]!r}` (saved: {o!r})' for k,o in others.items()]
+
+def new_holders(
+    trainer, # That goes on
+    state:dict, # As `take_state` gave it
+)->list: # A line for each
+    "Callbacks of the user's own that hold something, and were not in the saved run; who holds nothing may come"
+    script,names = state.get('script'),script_facts(trainer)['callbacks']
+    if script is None: return [] # Earlier versions have not noted it
+    came = (state.get('comings') or {}).get('came', ())
+    known = {*script['callbacks'], *state.get('own', ()), *state.get('callbacks', ()), *came}
+    new = [cb for cb in trainer.callbacks if callback_name(cb) in names.keys() - known]
+    return [f'`{callback_name(cb)}` is new' for cb in new if not _is_ours(cb) and _holds(cb)]
+
+def _is_ours(cb): return type(cb).__module__.startswith('isaac_loop.')
+
+def _holds(cb):
+    "Whether a callback has an attribute that may be state"
+    owner,without = holders(cb).get(callback_name(cb), (cb, True))
+    return without is not True and not all(map(is_outside, may_be_state(owner, without).values()))
 
 def _tell(found):
     "Warn of what was lost, what is gone and what differs"

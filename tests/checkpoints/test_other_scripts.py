@@ -529,6 +529,27 @@ def test_callbacks_of_ones_own_may_come_and_go(tmp_path):
     assert changed(tmp_path, [FirstCB], [SecondCB]) == []
 
 
+class CountsCB:
+    def __init__(self):
+        self.n = 0
+
+    def after_backward(self, trainer):
+        self.n += 1
+
+
+class CountsForItselfCB(CountsCB):
+    stateless = True
+
+
+def test_a_callback_of_ones_own_that_holds_something_is_told_if_it_is_new(tmp_path):
+    told = changed(tmp_path, [FirstCB], [FirstCB, CountsCB])
+    assert len(told) == 1 and "saved: `CountsCB` is new. If" in told[0]
+
+
+def test_it_is_not_if_nothing_need_be_kept_of_it(tmp_path):
+    assert changed(tmp_path, [FirstCB], [FirstCB, CountsForItselfCB]) == []
+
+
 def test_another_model_with_the_same_weights_is_told(tmp_path):
     told = changed(tmp_path, [], [], layers=(nn.Tanh(), nn.Dropout(0.5)))
     assert len(told) == 1 and "the model has `(1): Tanh()` for `(1): ReLU()` and 1 more lines" in told[0]
@@ -621,7 +642,9 @@ def test_a_callback_without_a_state_that_has_gone_is_named(tmp_path, callback):
         make([], tmp_path, **norms).fit(4, lr=0.01, valid=False)
 
 
-@pytest.mark.parametrize("callbacks", [[], [FirstCB, SecondCB], [lambda: ClipGradCB(0.1)], [ThawCB]])
+@pytest.mark.parametrize(
+    "callbacks", [[], [FirstCB, SecondCB], [lambda: ClipGradCB(0.1)], [ThawCB], [CountsCB]]
+)
 def test_the_same_script_is_told_nothing(tmp_path, callbacks):
     assert changed(tmp_path, callbacks, callbacks) == []
 
