@@ -66,7 +66,8 @@ def tell_what_differs(trainer, state):
     "Say what has no effect, and what nobody can tell"
     warn_of_rates(trainer, state, 'begin anew in another folder')
     warn_of_unsaved(trainer)
-    if others := [*other_facts(trainer, state), *new_holders(trainer, state)]: warn(_OTHERWISE.format('; '.join(others)))
+    others = [*other_facts(trainer, state), *new_holders(trainer, state)]
+    if others: warn(_OTHERWISE.format('; '.join(others)))
     if told := data_unchecked(trainer, state):
         say(f'Whether these are the data of the saved run cannot be told: {told}.')
 

@@ -92,8 +92,8 @@ class OwnState:
             others = {k: o for k,o in others_of(trainer).items() if id(o) not in taken}
             if not layers: others = {k: o for k,o in others.items() if not (is_part(k) and is_layer(o))}
             found |= {k: (o, of_other(k, o)) for k,o in others.items()}
-            functions = keepers_in({f'trainer.{k}': o for k,o in found[''][1].items()})
-            found |= {k: (o, may_be_state(o, unasked(o))) for k,o in functions.items() if unasked(o) is not True}
+            for k,f in keepers_in({f'trainer.{k}': o for k,o in found[''][1].items()}).items():
+                if unasked(f) is not True: found[k] = f,may_be_state(f, unasked(f))
         return found | besides(found)
 
     def _own_of(self, trainer):
@@ -353,7 +353,7 @@ def new_holders(
     trainer, # That goes on
     state:dict, # As `take_state` gave it
 )->list: # A line for each
-    "Callbacks of the user's own that hold something, and were not in the saved run; who holds nothing may come"
+    "Callbacks of the user's own that were not in the saved run; those that hold nothing may come and go"
     script,names = state.get('script'),script_facts(trainer)['callbacks']
     if script is None: return [] # Earlier versions have not noted it
     came = (state.get('comings') or {}).get('came', ())
