@@ -59,7 +59,7 @@ def _is_dense(x): return x.is_contiguous() if torch.is_tensor(x) else x.flags.fo
 def part_views(kept, own, touched, made, filled=()):
     """What is kept of `kept` when arrays share memory, and names of what is not
 
-    `touched` has changed since `before_fit`, which has `made` some; `filled` are still its objects."""
+    `touched` has changed since `before_fit`, which has `made` some; `filled` are of the script."""
     kept,lost = dict(kept),[]
     for group in _in_one_memory(kept, own):
         names = dict.fromkeys(k for k,_ in group)

@@ -249,8 +249,8 @@ def _kept(self:OwnState, keeper, name, own, every=False):
     touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
     made = {k for k in own if part_of(begin, k) != part_of(ready, k)}
     bare = {k: value_in(x) for k,x in state.items() if x is not ANEW}
-    stays = lambda k,x: is_numeric(x) and is_still(x, part_of(begin, k), part_of(ready, k))
-    filled = {k for k,x in own.items() if stays(k, x)}
+    stays = lambda k,x: all(is_still(x, part_of(begin, k), made) for made in (None, part_of(ready, k)))
+    filled = {k for k,x in own.items() if is_numeric(x) and stays(k, x)} # Not what `before_fit` makes
     parted,views = part_views(bare, own, touched, made, filled)
     state = {k: state[k] if x is bare[k] else x for k,x in parted.items()}
     return state, settings, lost+views

@@ -35,23 +35,13 @@ class FirstCB(ViewCB):
         trainer.loss = trainer.loss * (1 + float(self.all.sum()))
 
 
-class MadeCB(ViewCB):
-    "Both are made when the fit begins"
-
-    def __init__(self):
-        pass
-
-    def before_fit(self, trainer):
-        super().__init__()
-
-
 class TensorCB(ViewCB):
     def __init__(self):
         super().__init__()
         self.tensor = torch.from_numpy(self.all)
 
 
-@pytest.mark.parametrize("kind", [ViewCB, FirstCB, MadeCB, TensorCB])
+@pytest.mark.parametrize("kind", [ViewCB, FirstCB, TensorCB])
 def test_a_view_goes_on_with_its_array_without_a_word(kind, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
