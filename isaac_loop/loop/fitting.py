@@ -187,7 +187,7 @@ def _build_plan(trainer):
     "Work out the plan; a run on the side has the plan that it had before in this fit"
     plan,callbacks,known = trainer.plan,list(trainer.callbacks),trainer._aside_known
     keeps = trainer._side_runs and known is not None and not plan.changes
-    key = places_of(callbacks, plan.events) if keeps else None
+    key = (plan.unread is None, *places_of(callbacks, plan.events)) if keeps else None
     if keeps and key in known: return plan.take(*known[key][0])
     plan.build(callbacks)
     if keeps: known.keep(key, callbacks, plan.taken(), trainer._comes_again)

@@ -59,7 +59,7 @@ _CLOSURE = ('This optimizer evaluates the loss several times in a step. `BasicTr
             'lets it; in a `step` of your own pass a function that computes loss and gradients anew.')
 _ASIDE = ('This is a run on the side, such as `get_preds` or `lr_find`, in which nobody has written a row. '
           'Give a callback that only watches `order = Order.RECORD`, and it is left out there; or let '
-          'its `log` go back `if trainer.history.current is None`.')
+          'it go back `if trainer.history.current is None`.')
 _LEARN = '`self.learn` is for callbacks of fastai. Here the trainer is what each method gets as its argument.'
 
 def _helped(error, trainer, event, callback, extra):
@@ -71,7 +71,8 @@ def _helped(error, trainer, event, callback, extra):
     if asks_learn: add_note(error, _LEARN)
     unmade = _unmade_base(error, trainer)
     if unmade: add_note(error, unmade)
-    if event == 'log' and getattr(trainer, '_side_runs', 0) and trainer.history.current is None:
+    at_end = event in ('log', 'after_fit') # Where rows are read
+    if at_end and getattr(trainer, '_side_runs', 0) and trainer.history.current is None:
         add_note(error, _ASIDE)
 
 def blame(

@@ -10,8 +10,8 @@ from fastcore.basics import patch
 
 from . import advice
 from .callback_checks import check_steps
-from .events import EVENTS, Span, STEPS
-from .handlers import entries_by_pass, handlers_of, order_of
+from .events import EVENTS, ROW_EVENTS, Span, STEPS
+from .handlers import TrainersOwn, entries_by_pass, handlers_of, order_of
 from .handlers import own_events, own_spans, trainers_own
 from .ranks import runs_here
 from .spans import STEP_SPANS
@@ -51,6 +51,7 @@ class Plan(dict):
         self.uses_chains = False # May a batch be one chain? Found out when a pass begins, False after it
         self.last_cancel = (None,)*4 # That a span caught: event, who raised it, number of the batch, class
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
+        self.unread = None # In a run where nobody writes rows, the `id` of those who would read them
         self.build_later([])
 
     def build_later(self,
@@ -84,13 +85,20 @@ class Plan(dict):
         "Look up and sort all handlers, for both kinds of pass"
         here = [cb for cb in callbacks if runs_here(cb)]
         ranked = sorted([*trainers_own(self.trainer_class), *here], key=order_of)
-        found = [(cb, handlers_of(cb, self.events)) for cb in ranked]
+        found = [(cb, self._handlers_of(cb)) for cb in ranked]
         entries = entries_by_pass(found, self.events)
         for change in self.changes: # None but while somebody looks
             for kind,table in entries.items():
                 entries[kind] = {event: change(event, pairs) for event,pairs in table.items()}
         if check: check_steps(entries, callbacks)
         self.take(entries)
+
+    def _handlers_of(self, cb):
+        "What a callback does at each event; one that reads rows is not told of any where nobody writes them"
+        found = handlers_of(cb, self.events)
+        if self.unread is None or not (id(cb) in self.unread or isinstance(cb, TrainersOwn)): return found
+        if not any(event in found for event in ROW_EVENTS): return found
+        return {event: o for event,o in found.items() if event not in (*ROW_EVENTS, 'after_fit')}
 
     def take(self,
         entries:dict, # By kind of pass and event: pairs of callback and handler
@@ -137,7 +145,7 @@ def taken(self:Plan)->tuple: # For `take`, of another plan of the same callbacks
 
 @patch
 def __getstate__(self:Plan): # No pickle takes chains, and a copy is in no span
-    return vars(self) | dict(_chains={}, chains={}, spans=[], leaving={})
+    return vars(self) | dict(_chains={}, chains={}, spans=[], leaving={}, unread=None)
 
 @patch
 def __setstate__(self:Plan, state):

@@ -28,19 +28,16 @@ from .random_numbers import random_state, same_random_state, set_random_state
 from .snapshot import Snapshot
 
 # %% ../../nbs/state/40_side_runs.ipynb #d773f258
-_WHOLE_FIT = ('before_fit', 'after_fit', 'cleanup_fit', *ROW_EVENTS) # Outside of the passes
-
-def _only_reads(callback, beside, events):
-    "Whether `callback` answers `log` or `measured`, where one only reads, and else none but `beside`"
+def _only_reads(callback, events):
+    "Whether `callback` answers `log` or `measured` alone, where one only reads: it belongs to its own run"
     answers = lambda events: any(handler_of(callback, event) is not None for event in events)
-    return answers(ROW_EVENTS) and not answers(event for event in events if event not in beside)
+    return answers(ROW_EVENTS) and not answers(event for event in events if event not in ROW_EVENTS)
 
 def _kept(callbacks, below, known=None, events=EVENTS):
     "Those that take part in a run on the side; `known` has what was found before in this fit"
     key = None if known is None else ('kept', below, places_of(callbacks))
     if known is not None and key in known: return known[key][0]
-    beside = _WHOLE_FIT if below <= Order.RECORD else ROW_EVENTS # Without recorders there is no row to read
-    stays = lambda cb: order_of(cb) < below and not _only_reads(cb, beside, events)
+    stays = lambda cb: order_of(cb) < below and not _only_reads(cb, events)
     kept = [cb for cb in callbacks if stays(cb) or getattr(cb, 'in_side_runs', False)]
     if known is not None: known.keep(key, callbacks, kept, at_once=True) # The trainer has them
     return kept
@@ -142,6 +139,7 @@ def side_run(self:Trainer,
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
     plan = Plan(type(self), self.plan.own_spans)
     plan.changes = tuple(swaps)
+    if below <= Order.RECORD: plan.unread = {id(cb) for cb in kept if not getattr(cb, 'in_side_runs', False)}
     try:
         self._fitting = False # From here on the callbacks are those of the other run
         self.callbacks,self._named,self._guests = (),{},[]

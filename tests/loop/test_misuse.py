@@ -235,8 +235,12 @@ def test_a_log_that_misses_a_row_in_a_run_on_the_side_is_told_which_run_this_is(
         [BasicTrainCB(), MetricsCB(show=False), BestCB()],
     )
     trainer.fit(1)
+    best, trainer.BestCB.in_side_runs = trainer.BestCB.best, True
     with pytest.raises(LookupError) as e:
         trainer.get_preds()
+    trainer.BestCB.in_side_runs = False
+    trainer.get_preds()
+    assert trainer.BestCB.best == best
     assert "This is a run on the side" in e.value.__notes__[0] and "Order.RECORD" in e.value.__notes__[0]
 
 

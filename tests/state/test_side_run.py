@@ -319,7 +319,7 @@ class BestSoFarCB:
         del self.best
 
 
-def test_a_callback_with_state_of_a_fit_that_only_reads_rows_stays_out():
+def test_a_callback_with_state_of_a_fit_is_not_told_of_rows_there():
     "There was no row to read: `LookupError`"
     cb = BestSoFarCB()
     trainer = make_trainer([MetricsCB(), cb])
@@ -329,6 +329,49 @@ def test_a_callback_with_state_of_a_fit_that_only_reads_rows_stays_out():
     evaluator = EvaluatorCB(updates=1)
     trainer.fit(2, callbacks=evaluator)
     assert cb.fits == 1 and cb.told == [min(trainer.history["valid_loss"])]
+
+
+def test_what_one_does_beside_reading_rows_counts_there():
+    "In the rate finder and in evaluations, as without the `log`"
+
+    class DoublesCB:
+        def before_fit(self, trainer):
+            trainer.factor = 2
+
+        def before_batch(self, trainer):
+            trainer.batch = trainer.batch[0] * trainer.factor, *trainer.batch[1:]
+
+    class DoublesAndTellsCB(DoublesCB):
+        def __init__(self):
+            self.n = 0
+
+        def after_batch(self, trainer):
+            self.n += 1
+
+        def log(self, trainer):
+            self.text = f"{trainer.history[-1]['valid_loss']:.3f} {self.n}"
+
+        def after_fit(self, trainer):
+            self.last = trainer.history[-1]
+
+    found = []
+    for cb in (DoublesCB(), DoublesAndTellsCB()):
+        trainer = make_trainer([MetricsCB(show=False), cb])
+        losses = trainer.lr_find(n_batches=4).losses
+        found.append((losses, trainer.validate(), trainer.get_preds().preds.tolist()))
+    assert found[0] == found[1] and found[0][0]
+
+
+def test_a_log_of_the_trainers_own_is_not_told_of_rows_there():
+    class Tells(Trainer):
+        def log(self):
+            self.text = f"{self.history[-1]['valid_loss']:.3f}"
+
+    trainer = make_trainer([MetricsCB(show=False)], cls=Tells)
+    trainer.get_preds()
+    assert not hasattr(trainer, "text")
+    trainer.fit(1)
+    assert trainer.text
 
 
 class AskedInBatchCB(BestSoFarCB):

@@ -14,7 +14,7 @@ from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...metrics.any_metric import MeanOf
 from ...metrics.metrics import metrics_cbs
-from ...train.accumulation import AccumulationCB
+from ...loop.shared_attributes import offering
 
 # %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #19811122
 _COLUMN = ('The column `{name}` says {said:.4g} for epoch {epoch}. {what} over its {rows} rows is '
@@ -134,8 +134,8 @@ def unweighed_losses(seen):
 
 def _gathers_by_rows(seen):
     "The callback that gathers gradients and weighs them by rows, if there is one"
-    found = [cb for cb in seen.callbacks if isinstance(cb, AccumulationCB)]
-    return next((cb for cb in found if cb.weigh == 'samples'), None)
+    found = offering(seen, 'closes_update')
+    return next((cb for cb in found if getattr(cb, 'weigh', None) == 'samples'), None)
 
 def _unweighed(seen, who, gathers, told):
     "What is said of such a loss: of the history, and of gradients"
