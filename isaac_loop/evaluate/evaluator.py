@@ -15,7 +15,7 @@ from ..metrics.any_metric import check_no_options
 from .data_sets import check_columns, check_sets, data_sets, same_random
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, check_flag, check_name, warn
-from ..loop.callback_list import flat
+from ..loop.callback_list import flat, is_several, listed
 from ..loop.events import CancelBatchException, CancelEpochException, CancelException
 from ..loop.events import CancelFitException, CancelStepException, Order, callback_name
 from ..loop.shared_attributes import offered
@@ -56,21 +56,22 @@ class EvaluatorCB(Evaluating):
         with_loss = check_flag(with_loss, 'with_loss')
         check_metric_names(metrics, with_loss)
         if name: self.name = check_name(name)
-        _check_callbacks(callbacks)
         self.sets = data_sets(dl, 'eval')
         self.at_start,self.at_end = check_flag(at_start, 'at_start'),check_flag(at_end, 'at_end')
         self.updates,self.epochs = updates,1 if updates is None and epochs is None else epochs
         self.report,self._dl,self._metrics = report,dl,metrics
         super().__init__(metrics, user_iter_callback, user_epochs_done_callback, eval_tensors,
-                         n_batches, with_loss, weigh, write, callbacks)
+                         n_batches, with_loss, weigh, write, _checked_callbacks(callbacks))
 
 _NO_CALLBACK = ('`callbacks` holds {!r}, which answers no event, and the evaluation would end in an error. '
                 'Pass one callback, or a list of them.')
 
-def _check_callbacks(callbacks):
-    "Refuse numbers and texts where callbacks are meant"
+def _checked_callbacks(callbacks):
+    "`callbacks` for every evaluation, without numbers and texts; what can be walked over only once as a list"
+    if is_several(callbacks): return [_checked_callbacks(cb) for cb in listed(callbacks)]
     for cb in flat(callbacks):
         if isinstance(cb, (str, bytes, numbers.Number)): raise TypeError(_NO_CALLBACK.format(cb))
+    return callbacks
 
 # %% ../../nbs/evaluate/40_evaluator.ipynb #7d98d255
 @patch

@@ -1432,3 +1432,18 @@ def test_the_update_of_a_last_group_that_is_smaller_counts_in_its_own_epoch(n):
         written = [o for o in trainer.history.batches["eval_loss"] if o == o]
         found.append(([row["eval_loss"] for row in trainer.history], written))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("given", [iter, lambda o: map(lambda cb: cb, o), lambda o: [iter(o)]])
+def test_callbacks_that_can_be_walked_over_once_run_in_every_evaluation(given):
+    "A generator of callbacks was used up by the look at what is in it"
+    heard = []
+
+    class HearCB:
+        def after_batch(self, trainer):
+            heard.append(trainer.batch_num)
+
+    make_trainer(EvaluatorCB(OTHER, callbacks=given([HearCB()]))).fit(2)
+    assert heard == [0, 1, 0, 1]
+    with pytest.raises(TypeError, match="`callbacks` holds 3.7"):
+        EvaluatorCB(OTHER, callbacks=given([3.7]))
