@@ -22,7 +22,8 @@ from .join_batches import join_batches
 from .capturing import CapturePredsCB, Predictions
 from .epoch_predictions import evaluated_weights
 from .predictions import NoLossCB
-from .values import check_class_numbers, class_name, decoded, shapes, value_at
+from .values import are_counted, check_class_numbers, check_highest
+from .values import class_name, decoded, shapes, value_at
 from ..basics.tables import Table
 from ..basics.tensors import map_tensors
 from ..loop.trainer import Trainer
@@ -206,16 +207,18 @@ def confusion_matrix(self:Predictions,
     said = decoded(self.preds, decode)
     check_class_numbers(self.targets, said)
     said,targets = said.flatten().long(),self.targets.flatten().long()
-    highest = _highest(said, targets) + 1
+    there = are_counted(targets, said)
+    if (said[there] < 0).any(): raise ValueError(_BELOW.format(said[there].min()))
+    highest = _highest(said[there], targets[there]) + 1
     n_classes = n_classes or (self.preds.shape[1] if decode is None else max(highest, 2))
-    if highest > n_classes: raise ValueError(_TOO_HIGH.format(highest-1, n_classes, highest))
-    matrix = multiclass_confusion_matrix(said, targets, n_classes, normalize=normalize)
+    check_highest(highest-1, n_classes, f'Pass `n_classes={highest}`, or look at the targets.')
+    matrix = multiclass_confusion_matrix(said.where(there, 0), targets, n_classes, normalize=normalize)
     return matrix.clone() # An inference tensor otherwise
 
-def _highest(said, targets): return int(max(said.max().item(), targets.max().item()))
+def _highest(*numbers): return max((int(x.max()) for x in numbers if x.numel()), default=-1)
 
-_TOO_HIGH = ('Class {} occurs, but there are {} classes, counted from 0. '
-             'Pass `n_classes={}`, or look at the targets.')
+_BELOW = ('Class {} is predicted, but classes are counted from 0, and a matrix has no place for it. '
+          'Pass `decode`, a function to class numbers.')
 
 # %% ../../nbs/evaluate/10_evaluation.ipynb #7dbbd459
 @patch

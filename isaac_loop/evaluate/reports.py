@@ -17,7 +17,8 @@ import torch
 from ..metrics.confidence import UpdatedMetric, each_target, function_of, numbers_of
 from .data_sets import check_columns, check_sets, chosen_loader, data_sets, same_random
 from .capturing import Predictions
-from .values import check_class_numbers, class_name, decoded, shapes
+from .values import are_counted, check_class_numbers, check_highest
+from .values import class_name, decoded, shapes
 from ..basics.settings import show_settings
 from ..basics.checks import check_count, check_flags, check_function, check_name, local_path, warn
 from ..loop.events import CancelEpochException, Order, callback_name
@@ -46,7 +47,13 @@ def _class_numbers(preds, targets):
     is_said = is_whole and (preds.ndim == 1 or shapes(preds) == shapes(targets))
     said = preds if is_said else decoded(preds, mend=_NOT_BINARY)
     check_class_numbers(targets, said)
-    return said.flatten(),targets.flatten()
+    said,targets = said.flatten().long(),targets.flatten().long()
+    there = are_counted(targets, said)
+    if not is_said and there.any(): check_highest(targets[there].max().item(), preds.shape[1], _NOT_COUNTED)
+    return said[there],targets[there]
+
+_NOT_COUNTED = ('Look at the targets; where the loss ignores that number, turn it into -100 by '
+                '`ReportCB(prepare=...)`.')
 
 _NOT_BINARY = ('Use `binary_scores` for one score of yes or no, or `ReportCB(prepare=...)` with a function '
                'to class numbers, such as `lambda preds, targets: ((preds > 0).long(), targets.long())`.')

@@ -41,6 +41,24 @@ def check_class_numbers(
     if torch.is_tensor(targets) and not targets.is_floating_point() and targets.shape == said.shape: return
     raise TypeError(_NO_CLASSES.format(shapes(targets) if targets is not None else None, shapes(said)))
 
+def are_counted(
+    targets, # (n,) Of all examples
+    said, # (n,) Class numbers that were predicted
+)->torch.Tensor: # (n,) Bools
+    "Which targets are classes: none is -100, which losses ignore, nor what is below 0 and is never predicted"
+    known = targets != -100
+    return known & ((targets >= 0) | torch.isin(targets, said[known]))
+
+def check_highest(
+    highest:int, # Class number that occurs
+    n_classes:int, # How many there are
+    mend:str, # What to do about it, as a sentence
+):
+    "Refuse a class that there is no score for"
+    if highest >= n_classes: raise ValueError(_TOO_HIGH.format(highest, n_classes, mend))
+
+_TOO_HIGH = 'Class {} occurs, but there are {} classes, counted from 0. {}'
+
 _NO_CLASSES = ('Targets {} are not one class number for each prediction {}, so nothing can be counted. '
                'Targets should be whole numbers of that shape.')
 

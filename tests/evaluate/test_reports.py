@@ -321,6 +321,40 @@ def test_what_is_no_class_for_each_example_is_refused(preds, targets, words):
         classification_scores(preds, targets)
 
 
+@pytest.mark.parametrize("ignored", [-1, -100])
+def test_targets_that_are_no_class_are_counted_neither_by_scores_nor_in_the_matrix(ignored):
+    "The loss ignores them, and a class of them would halve the accuracy"
+    targets = torch.tensor([0, 1, 2, *[ignored] * 3])
+    preds = torch.eye(3)[[0, 1, 1, 0, 1, 2]]
+    expected = classification_scores(preds[:3], targets[:3])
+    assert classification_scores(preds, targets) == expected and expected["accuracy"] == pytest.approx(2 / 3)
+    assert Predictions(preds, targets).confusion_matrix().tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 0]]
+    assert math.isnan(classification_scores(preds[3:], targets[3:])["accuracy"])
+    assert Predictions(preds[3:], targets[3:]).confusion_matrix().sum() == 0
+
+
+def test_predictions_filled_up_with_the_ignored_number_are_left_out_as_well():
+    said, targets = torch.tensor([0, 1, -100]), torch.tensor([0, 0, -100])
+    assert classification_scores(said, targets)["accuracy"] == 0.5
+    found = Predictions(said, targets).confusion_matrix(decode=lambda preds: preds)
+    assert found.tolist() == [[1, 1], [0, 0]]
+
+
+def test_a_class_below_0_that_is_predicted_counts_and_has_no_place_in_a_matrix():
+    said, targets = torch.tensor([-1, 1, 1]), torch.tensor([-1, -1, 1])
+    assert classification_scores(said, targets)["recall"] == 0.75
+    with pytest.raises(ValueError, match="Class -1 is predicted, but classes are counted from 0"):
+        Predictions(said, targets).confusion_matrix(decode=lambda preds: preds)
+
+
+def test_a_target_without_a_score_is_refused_by_scores_and_matrix():
+    preds, targets = torch.eye(3), torch.tensor([0, 1, 255])
+    with pytest.raises(ValueError, match="Class 255 occurs, but there are 3 classes.*turn it into -100"):
+        classification_scores(preds, targets)
+    with pytest.raises(ValueError, match="Class 255 occurs, but there are 3 classes"):
+        Predictions(preds, targets).confusion_matrix()
+
+
 def test_a_report_on_a_binary_net_says_what_to_use():
     yes_or_no = TensorDataset(X, (Y > 0).float()[:, None])
     parts = dict(model=nn.Linear(4, 1), loss_func=F.binary_cross_entropy_with_logits, data=yes_or_no)
