@@ -57,9 +57,18 @@ _OWN_BATCH = ('In several processes `AccumulationCB` closes its windows by the n
               '`{cls}.one_batch` is your own, which may go backward more or less than once in a batch. '
               'Gather the gradients there, or train in one process.')
 
+_BY_EVENTS = ("Let it go on by `self.run_callbacks('backward', 'step', 'zero_grad')`, in place of "
+              '`self.loss.backward()` and `self.opt.zero_grad()`; `BasicTrainCB` answers all three, or three '
+              'methods of the trainer.')
+
 _TWICE = ('In batch {} the gradients of more than one `backward` have come, and `AccumulationCB({})` counts '
           'each like a batch. Where they belong to several optimizers their sums are mixed: gather them in '
           '`one_batch` yourself. Otherwise let it count as many as there are.')
+
+_NOT_HEARD = ('`{cls}.one_batch` has come to a step with gradients of which `AccumulationCB` knows nothing: '
+              'without the event `backward` it counts no batch, and lets no update come. ' + _BY_EVENTS)
+_GONE = ('The gradients that `AccumulationCB` had gathered are gone at batch {i}, so the update would not be '
+         'that of the big batch: `{cls}.one_batch` clears them itself. ' + _BY_EVENTS)
 
 @old_words
 class AccumulationCB:
@@ -75,14 +84,15 @@ class AccumulationCB:
         if not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_A_FUNCTION)
         self.weigh,self._params = weigh,None
         self._several,self._exchange,self._told = False,None,False
+        self._own,self._heard = False,False # A batch of the user's own, and a `backward` in this fit
         self._forget()
 
     def before_fit(self, trainer):
         "Lower the number of updates that schedules expect"
         if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_IS_A_SUM)
         self._several = trainer.ranks.size > 1 # Then whoever exchanges gradients weighs and divides
-        cls = type(trainer).__name__
-        if self._several and has_own_batch(trainer): raise ValueError(_OWN_BATCH.format(cls=cls))
+        self._own,self._heard = has_own_batch(trainer),False
+        if self._several and self._own: raise ValueError(_OWN_BATCH.format(cls=type(trainer).__name__))
         self._exchange = next(iter(offering(trainer, 'gathered')), None) if self._several else None
         refuse_closure(trainer, type(self).__name__, ', and each would need all the batches')
         self._forget()
@@ -113,6 +123,15 @@ def _put_aside(self:AccumulationCB):
     for p,_ in self._aside: p.grad = None
 
 @patch
+def _has_gradients(self:AccumulationCB): return any(p.grad is not None for p in self._params())
+
+@patch
+def _check_there(self:AccumulationCB, trainer):
+    "Refuse to go on with a window whose gradients somebody has cleared"
+    if self._has_gradients(): return
+    raise RuntimeError(_GONE.format(i=trainer.batch_num, cls=type(trainer).__name__))
+
+@patch
 def _weight_of(self:AccumulationCB, trainer):
     "How much the batch weighs beside the first of its window"
     if self.weigh in ('mean', 'sum'): return 1.
@@ -125,8 +144,9 @@ def before_backward(self:AccumulationCB, trainer):
     "Weigh the loss"
     self._complete = False
     if self._several: return
-    self._loss = trainer.loss
+    self._loss,self._heard = trainer.loss,True
     if self.n == 0: self._put_aside()
+    elif self._own: self._check_there(trainer)
     if self.weigh != 'sum': self._look_beside(trainer)
     self._weight = self._weight_of(trainer)
     if torch.is_tensor(self._weight) or self._weight != 1: trainer.loss = trainer.loss*self._weight
@@ -205,9 +225,15 @@ def before_step(self:AccumulationCB, trainer):
     else:
         last = trainer.batch_num+1 == trainer.n_batches
         complete = self.n >= self.n_batches or (last and self.n) or self._closing
+        if self._own and not self._heard: self._check_heard(trainer)
     if not complete: raise CancelStepException('gathering more gradients')
     self._closed = trainer.batch_num
     self._finish()
+
+@patch
+def _check_heard(self:AccumulationCB, trainer):
+    "Refuse gradients that came without a `backward`"
+    if self._has_gradients(): raise RuntimeError(_NOT_HEARD.format(cls=type(trainer).__name__))
 
 @patch
 def before_zero_grad(self:AccumulationCB, trainer):

@@ -33,6 +33,7 @@ from isaac_loop.loop.events import (
     CancelStepException,
     Order,
 )
+from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
 from waiting import RefuseToWait
 
@@ -664,3 +665,66 @@ def test_a_network_that_would_step_with_scaled_gradients_is_named_once(step, war
     with_critic(batches, critic, MixedPrecisionCB("float16", init_scale=8.0))
     told = [str(o.message) for o in recwarn if "`CriticCB.net.weight` has got a gradient" in str(o.message)]
     assert len(told) == warns
+
+
+# A batch of one's own
+
+
+def own_batch(*lines):
+    "A trainer whose batch is written whole"
+
+    class Own(Trainer):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            self.preds = self.model(self.batch[0])
+            self.loss = self.loss_func(self.preds, self.batch[1])
+            for line in lines if self.training else ():
+                line(self)
+
+        def backward(self):
+            self.loss.backward()
+
+        def step(self):
+            self.opt.step()
+
+        def zero_grad(self):
+            self.opt.zero_grad()
+
+    return Own
+
+
+def run(*events):
+    return lambda trainer: trainer.run_callbacks(*events)
+
+
+def fitted(cls, *callbacks):
+    dls = DataLoaders(cut(make_data(), SIZES))
+    trainer = cls(dls, F.mse_loss, optim.SGD, make_model(), [*callbacks, AccumulationCB(2)])
+    trainer.fit(1, lr=0.1, valid=False)
+    return trainer
+
+
+def test_a_step_with_gradients_of_an_unknown_backward_is_refused():
+    "It used to gather for ever, so that nothing was trained"
+    own = own_batch(lambda o: o.loss.backward(), run("step"), lambda o: o.opt.zero_grad())
+    with pytest.raises(RuntimeError, match="`Own.one_batch` has come to a step .* the event `backward`"):
+        fitted(own)
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_gradients_that_are_cleared_in_the_middle_of_a_window_are_refused(at_end):
+    "The update would be that of its last batch"
+    lines = [run("backward", "step"), lambda o: o.opt.zero_grad()][:: 1 if at_end else -1]
+    with pytest.raises(RuntimeError, match="gone at batch 1, .* `Own.one_batch` clears them itself"):
+        fitted(own_batch(*lines))
+
+
+def every_second(trainer):
+    if trainer.batch_num % 2 or trainer.batch_num + 1 == trainer.n_batches:
+        trainer.run_callbacks("step", "zero_grad")
+
+
+@pytest.mark.parametrize("lines", [[run("backward", "step", "zero_grad")], [run("backward"), every_second]])
+def test_a_batch_of_ones_own_with_all_events_gathers_as_the_built_in_one(lines):
+    own, built_in = fitted(own_batch(*lines)), fitted(Trainer, BasicTrainCB())
+    assert own.n_updates == 3 and torch.equal(weights(own), weights(built_in))
