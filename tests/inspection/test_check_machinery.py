@@ -22,6 +22,7 @@ from isaac_loop.callbacks import (
     BatchSchedulerCB,
     EpochSchedulerCB,
     MetricsCB,
+    OneCycleSchedulerCB,
 )
 from isaac_loop.data import DataLoaders
 from marked import Marked, Planted
@@ -717,3 +718,12 @@ def test_what_is_planted_is_found_by_name(make, names):
 @pytest.mark.parametrize("make", right, ids=lambda o: getattr(o, "__name__", " "))
 def test_nothing_is_found_where_all_is_right(make):
     assert found_in(made(make), batches=2) == []
+
+
+@pytest.mark.parametrize("n_rows, cbs", [(32, [AccumulationCB(2)]), (6, []), (6, [OverBatches()])])
+def test_a_schedule_of_all_updates_is_right_even_if_as_many_batches_or_rows_are_there(n_rows, cbs):
+    "Three batches make as many updates in the two epochs of a check as the loader has batches, or rows"
+    data = TensorDataset(torch.randn(n_rows, 4), torch.randint(3, (n_rows,)))
+    dls = DataLoaders(DataLoader(data, 8 if n_rows > 6 else 2))
+    cycle = [OneCycleSchedulerCB(cycle_momentum=False)] if not cbs or n_rows > 6 else []
+    assert "schedule_pace" not in found_in(fitting(*cbs, *cycle, dls=dls), batches=3)

@@ -112,7 +112,9 @@ def _of_length(seen, name, length, whole, here, each):
     try: rows = len(dataset_of(seen, 'train'))
     except TypeError: rows = 0
     source,told = _source_of(seen, name),dict(schedule=name, length=length)
-    if rows > whole and length >= rows and length % rows == 0:
+    as_planned = length == 2*math.ceil(here/each) # The updates of this run, whatever else that number is
+    if as_planned and 'len(' not in source: return ''
+    if rows > whole and length >= rows and length % rows == 0 and (not as_planned or 'dataset' in source):
         certain = rows % 50 or length/whole > _TOO_MANY or 'dataset' in source
         return _ROWS.format(n=rows, times=length//rows, batches=whole, **told) if certain else ''
     n = next((o for o in (whole, here) if length % o == 0), 0)
