@@ -99,12 +99,18 @@ def check_choice(
     raise ValueError(f'`{name}` is {value!r}{reason}. Use {listed}.{nearest}')
 
 # %% ../../nbs/basics/10_checks.ipynb #8590a238
+def is_flag(
+    x, # Anything
+)->bool:
+    "Whether `x` is True or False, of Python or NumPy"
+    return type(x).__name__ in ('bool', 'bool_')
+
 def check_flag(
     value, # What was given
     name:str, # Name of the argument, for the message
 )->bool: # The same
     "`value`, if it is True or False, or an error; a text such as 'no' would count as True"
-    if type(value).__name__ in ('bool', 'bool_'): return bool(value) # Of Python or NumPy
+    if is_flag(value): return bool(value)
     raise TypeError(f'`{name}` is {value!r}, which is neither True nor False. Use one of them.')
 
 def check_flags(

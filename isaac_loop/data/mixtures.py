@@ -29,7 +29,7 @@ class _MixCB:
     def __init__(self, alpha, p):
         check_chance(p)
         if not (is_number(alpha) and alpha > 0): raise ValueError(_NO_ALPHA.format(alpha=alpha))
-        self.alpha,self.p,self._partner = alpha,p,None
+        self.alpha,self.p,self._partner = float(alpha),float(p),None
 
 # %% ../../nbs/data/46_mixtures.ipynb #de51a2ef
 @patch

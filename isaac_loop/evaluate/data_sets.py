@@ -33,6 +33,7 @@ def chosen_loader(
     rows = torch.is_tensor(dl) or (isinstance(dl, Dataset) and not isinstance(dl, IterableDataset))
     if rows: raise TypeError(_ROWS.format(type(dl).__name__))
     if _are_several(dl): raise TypeError(_SEVERAL.format(type(dl).__name__))
+    if _are_names(dl): raise TypeError(_NAMES.format(dl, {name: name for name in dl}))
     walkable = hasattr(dl, '__iter__') or hasattr(dl, '__getitem__')
     if not walkable: raise TypeError(_NO_LOADER.format(type(dl).__name__))
     return dl
@@ -42,9 +43,16 @@ def _are_several(dl):
     first = dl[:1] if isinstance(dl, (list, tuple)) else ()
     return isinstance(dl, dict) or any(isinstance(x, (DataLoader, Resumable)) for x in first)
 
+def _are_names(dl):
+    "Whether this lists names of loaders; other texts may be batches"
+    return isinstance(dl, (list, tuple, set)) and len(dl) > 0 and all(_is_name(name) for name in dl)
+
+def _is_name(x): return isinstance(x, str) and x in _OWN
+
+_OWN = 'train','valid'
+
 def _named(dls, name):
-    names = 'train','valid'
-    if name not in names: raise LookupError(_NO_NAME.format(name=name, hint=did_you_mean(name, names)))
+    if name not in _OWN: raise LookupError(_NO_NAME.format(name=name, hint=did_you_mean(name, _OWN)))
     there = 'None' if hasattr(dls, name) else 'missing'
     if getattr(dls, name, None) is None: raise ValueError(_NOTHING.format(name=name, there=there))
     return getattr(dls, name)
@@ -56,6 +64,8 @@ _ROWS = ('`dl` is a {}, which gives single rows, but the model wants batches. '
          'Wrap it: `DataLoader(dataset, batch_size=64)`.')
 _SEVERAL = ('`dl` is a {} of loaders, and here only one is looked at. Take them one after the other; '
             '`EvaluatorCB` takes several as a dict, with a name for each.')
+_NAMES = ('`dl` is {!r}, and each text in it would be taken for a batch. Where several are looked at, as by '
+          '`EvaluatorCB`, give a dict: `{!r}`; elsewhere take one after the other.')
 _NO_LOADER = "`dl` is a {}, which cannot be iterated. Pass a loader, 'train' or 'valid'."
 
 # %% ../../nbs/evaluate/15_data_sets.ipynb #e6cd7f02

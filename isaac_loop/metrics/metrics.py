@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from fastcore.basics import patch
 
-from ..basics.checks import check_choice, check_flag
+from ..basics.checks import check_choice, check_flag, is_flag
 from ..basics.output import say, say_stop
 from ..basics.settings import show_settings
 from ..basics.tables import Lines, shown_row
@@ -50,9 +50,9 @@ class MetricsCB:
         check_no_options(metrics, type(self), MetricsCB)
         check_weigh(weigh)
         check_flag(train_metrics, 'train_metrics')
-        if not isinstance(show, bool): check_choice(show, 'show', ('dict',), also='a bool')
         self.metrics,self.train_metrics = named_metrics(ms, metrics),train_metrics
-        self.weigh,self.show = weigh,show
+        self.weigh = weigh
+        self.show = bool(show) if is_flag(show) else check_choice(show, 'show', ('dict',), also='a bool')
         if train_metrics: check_train_names(self.metrics)
         self._losses,self._now,self._noted = None,{},None # Of a pass; what metrics held when the fit began
 

@@ -12,6 +12,7 @@ from collections import OrderedDict, namedtuple
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -403,7 +404,7 @@ def test_a_copied_rectangle_is_one_that_stood_elsewhere():
 def mixup_by_hand(alpha, n=8):
     def change(x):
         partner = torch.randperm(n)
-        share = torch.distributions.Beta(alpha, alpha).sample()
+        share = torch.distributions.Beta(float(alpha), float(alpha)).sample()
         return share * x + (1 - share) * x[partner], partner, share
 
     return change
@@ -414,7 +415,7 @@ def mixed_loss(preds, y, partner, share, loss=F.cross_entropy):
 
 
 @pytest.mark.shows("F060")
-@pytest.mark.parametrize("alpha", [0.1, 0.4, 1.0, 3.0])
+@pytest.mark.parametrize("alpha", [0.1, 0.4, 1.0, 3.0, np.float32(0.5), np.int64(1), torch.tensor(0.5)])
 def test_mixup_is_the_loop_written_by_hand(alpha):
     "Bit for bit, over two epochs"
     assert same(

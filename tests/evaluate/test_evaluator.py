@@ -1017,6 +1017,7 @@ def test_a_mean_of_a_function():
         (dict(dl=DATA), TypeError, "single rows"),
         (dict(dl=5), TypeError, "cannot be iterated"),
         (dict(dl=[DataLoader(DATA, 4)] * 2), TypeError, "list of loaders.*as a dict, with a name for each"),
+        (dict(dl=["valid", "train"]), TypeError, "taken for a batch.*a dict: `{'valid': 'valid'"),
         (dict(user_iter_callback=5), TypeError, "`user_iter_callback` is 5"),
         (dict(write=print), ValueError, "no such function"),
         (dict(user_iter_callback=lambda values: 0), TypeError, r"called with \(values, store\)"),

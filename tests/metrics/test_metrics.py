@@ -710,6 +710,7 @@ def test_rows_wider_than_their_header_stay_aligned_from_then_on(capsys):
 def test_what_to_show_is_yes_or_no_or_dicts():
     with pytest.raises(ValueError, match="`show` is 'dicts'.*Use 'dict' or a bool. Did you mean `dict`"):
         MetricsCB(show="dicts")
+    assert MetricsCB(show=np.bool_(False)).show is False and MetricsCB(show=np.bool_(True)).show is True
 
 
 @pytest.mark.shows("ISA-51")
