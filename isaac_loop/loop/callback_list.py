@@ -83,7 +83,7 @@ def who_left(
     name:str, # `preds` or `loss`
 )->str: # Empty if nobody has
     "Who has cancelled the step that writes `name` in this batch, as a sentence"
-    event,handler,batch_num,_ = getattr(vars(trainer).get('plan'), 'last_cancel', (None,)*4)
+    event,handler,batch_num = getattr(vars(trainer).get('plan'), 'last_cancel', (None,)*4)[:3]
     steps = {'preds': ('before_predict', 'predict'), 'loss': ('before_get_loss', 'get_loss')}
     if event not in steps.get(name, ()) or batch_num != vars(trainer).get('batch_num'): return ''
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]

@@ -145,13 +145,13 @@ def held(
 )->list: # Each once
     "What is of `kind` among the attributes of `owner`, also in a list or a dict"
     found = list(getattr(owner, '__dict__', {}).values())
-    for several in [o for o in found if isinstance(o, (list, tuple, dict))]:
+    for several in [o for o in found if issubclass(type(o), (list, tuple, dict))]: # Nobody is asked
         found += several.values() if isinstance(several, dict) else several
-    return list({id(o): o for o in found if isinstance(o, kind)}.values())
+    return list({id(o): o for o in found if issubclass(type(o), kind)}.values())
 
 def _all_held(trainer, kind):
     "What a trainer and its callbacks hold of `kind`"
-    return [o for owner in (trainer, *trainer.callbacks) for o in held(owner, kind)]
+    return [part for owner in (trainer, *trainer.callbacks) for part in held(owner, kind)]
 
 # %% ../../nbs/loop/33_optimizer.ipynb #88164757
 _REPLACED = ('`trainer.opt` was set by hand, but each fit makes its own optimizer by `opt_func`, so that one '
@@ -182,7 +182,7 @@ def cut_in_update(
     trainer, # A fit has ended
 )->bool: # Then gradients are left, of which some were used or none
     "Whether a cancel ended the fit between `backward` and `zero_grad`"
-    event,_,_,error = trainer.plan.last_cancel
+    event,*_,error = trainer.plan.last_cancel
     return event in _BEFORE_CLEARING and issubclass(error, CancelFitException)
 
 def _clear_grads(trainer):

@@ -73,7 +73,8 @@ _NO_OWNER = ("`{target}` does not say whose attribute it is. Begin with one of t
 
 class _Functions:
     "Functions of progress by target, and where they stand"
-    _old,_n,_total,_values = (),0,None,()
+    _old,_values = (),()
+    _n,_total = 0,None
     _saved,_running = None,False
     __repr__ = show_settings
     def __init__(self,
