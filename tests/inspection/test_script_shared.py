@@ -4,6 +4,8 @@ A plain loop has one model and one of each object, as the trainer has: what chan
 the other, or the script is refused with words on what to do.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn, optim
@@ -141,6 +143,93 @@ def test_a_loss_that_reads_the_trainer_is_refused():
     trainer = trainer_of([], loss)
     with pytest.raises(ValueError, match="`trainer.loss_func` leads to the trainer"):
         trainer.to_script()
+
+
+class HookCB:
+    "A factor that grows, which a hook reads"
+
+    factor = 1.0
+
+    def __init__(self, model, way):
+        WAYS[way](model, self)
+
+    def scale(self, *seen):
+        return seen[-1] * self.factor
+
+    def before_epoch(self, trainer):
+        self.factor = 1.0 + trainer.epoch
+
+
+WAYS = {
+    "after the forward pass": lambda model, cb: model.register_forward_hook(cb.scale),
+    "before it": lambda model, cb: model.register_forward_pre_hook(lambda m, x: (cb.scale(x[0]),)),
+    "after the backward pass": lambda model, cb: model.register_full_backward_hook(
+        lambda m, of_x, of_y: tuple(x if x is None else cb.scale(x) for x in of_x)
+    ),
+    "of a weight": lambda model, cb: model.weight.register_hook(cb.scale),
+    "of a weight whose gradient is summed": lambda model, cb: model.bias.register_post_accumulate_grad_hook(
+        lambda p: p.grad.mul_(cb.factor)
+    ),
+    "a private attribute": lambda model, cb: setattr(model, "_holder", [cb]),
+    "an attribute of a weight": lambda model, cb: setattr(model.weight, "holder", cb),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_that_leads_to_a_callback_is_refused(way):
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="`trainer.model` leads to `HookCB`.*Keep what both need in an"):
+        trainer_of([HookCB(model, way)], model=model).to_script()
+
+
+class Slotted:
+    __slots__ = ("held", "unset")
+
+    def __init__(self, held):
+        self.held = held
+
+    def __call__(self, preds, y):
+        return self.held.loss(preds, y)
+
+
+def loss_in_disguise(cb):
+    @functools.wraps(F.cross_entropy)
+    def loss(preds, y):
+        return cb.loss(preds, y)
+
+    return loss
+
+
+@pytest.mark.parametrize("make", [Slotted, loss_in_disguise])
+def test_a_loss_that_hides_that_it_leads_to_a_callback_is_refused(make):
+    cb = LossCB()
+    with pytest.raises(ValueError, match="`trainer.loss_func` leads to `LossCB`"):
+        trainer_of([cb], make(cb)).to_script()
+
+
+class Configured(nn.Linear):
+    def __init__(self, settings):
+        super().__init__(4, 3)
+        self._settings = settings
+
+    def forward(self, x):
+        return super().forward(x) * (1 + self._settings["beta"])
+
+
+class SetsOwnCB:
+    def __init__(self, settings):
+        self.settings = settings
+
+    def before_epoch(self, trainer):
+        self.settings["beta"] = trainer.epoch * 1.0
+
+
+def test_what_a_model_holds_privately_and_a_callback_changes_stays_one_thing(monkeypatch):
+    def make():
+        settings = {"beta": 0.0}
+        return trainer_of([SetsOwnCB(settings)], model=Configured(settings))
+
+    assert "settings" in both(make, monkeypatch).needs
 
 
 def scaled(x):

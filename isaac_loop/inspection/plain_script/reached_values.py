@@ -6,14 +6,16 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/01_reached_values.ipynb #e85a5538
-import dis, enum
+import enum
 from collections import deque
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import torch
 
+from isaac_loop.basics.tensors import OF_MODULES
+from isaac_loop.data.ways import is_users_module, names_in, package_of
 from isaac_loop.inspection.plain_script.source_of_values import is_installed
 
 # %% ../../../nbs/inspection/plain_script/01_reached_values.ipynb #480452b5
@@ -33,19 +35,25 @@ def reached(
     found,seen,todo = {},set(),[value]
     for x in todo: # What is near comes first
         if len(seen) >= _MANY or len(todo) > 10*_MANY: break
-        is_code = code and _is_own_code(x)
-        if isinstance(x, _ATOMS) and not is_code or id(x) in seen: continue
+        is_code = code and is_own_code(x)
+        on_tensor = _on_tensor(x) if isinstance(x, torch.Tensor) else ()
+        is_atom = isinstance(x, _ATOMS) and not (is_code or on_tensor)
+        if is_atom or id(x) in seen: continue
         seen.add(id(x))
+        todo += on_tensor
+        if on_tensor: continue
         if type(x) not in _PASSED_ON: found[id(x)] = x
         if id(x) in closed: continue
         todo += _inside_code(x) if is_code else _inside(x)
         if code: todo.append(type(x))
     return found
 
-def _is_own_code(x):
+def is_own_code(
+    x, # Anything
+)->bool:
     "Whether something is a function or a class that somebody has written here"
     if not isinstance(x, (FunctionType, type)): return False
-    top = (x.__module__ or '').partition('.')[0]
+    top = package_of(x)
     if top == 'builtins': return isinstance(x, FunctionType) # Run from a text, without a module
     return not is_installed(top) and top != _OURS
 
@@ -59,18 +67,16 @@ def _inside_code(f):
         return [*f.__bases__, *chain.from_iterable(parts)]
     given = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
     cells = [content_of(cell) for cell in f.__closure__ or ()]
-    named = [f.__globals__.get(name) for name in _global_names(f.__code__)]
-    return [*given, *cells, *named, *vars(f).values()]
+    names,further,_ = names_in(f.__code__)
+    named = [f.__globals__.get(name) for name in names]
+    modules = [vars(module) for module in named if is_users_module(module)]
+    in_modules = [held[name] for held in modules for name in further if name in held]
+    return [*given, *cells, *named, *in_modules, *vars(f).values()]
 
 def content_of(cell):
     "What a variable around a function holds; None if it is not set yet"
     try: return cell.cell_contents
     except ValueError: return None
-
-def _global_names(code):
-    "Variables of the module that a piece of code reads"
-    inner = [name for part in code.co_consts if isinstance(part, CodeType) for name in _global_names(part)]
-    return [*(o.argval for o in dis.get_instructions(code) if o.opname == 'LOAD_GLOBAL'), *inner]
 
 def _inside(x):
     "What an object leads to at once"
@@ -82,12 +88,32 @@ def _inside(x):
     listed = [*kind.__iter__(x)] if kind else []
     if kind is dict: listed += dict.values(x)
     own = _attributes(x)
-    if isinstance(x, torch.nn.Module): own = {k: v for k,v in own.items() if k[0] != '_' or k == '_modules'}
-    return [*listed, *own.values()]
+    if not isinstance(x, torch.nn.Module): return [*listed, *own.values(), *_in_slots(x)]
+    tables = [own[k] for k in OF_MODULES if isinstance(own.get(k), dict)] # Of parts, and of hooks
+    inner = [held for table in tables for held in table.values()]
+    return [*listed, *inner, *(held for k,held in own.items() if k not in OF_MODULES), *_in_slots(x)]
 
 def _attributes(x):
     try: return object.__getattribute__(x, '__dict__')
     except AttributeError: return {}
+
+@lru_cache(maxsize=4096)
+def _slots_of(kind):
+    written = [vars(cls) for cls in kind.__mro__ if '__slots__' in vars(cls)]
+    return [slot for held in written for slot in held.values() if isinstance(slot, MemberDescriptorType)]
+
+def _in_slots(x): return [_held_in(slot, x) for slot in _slots_of(type(x))]
+
+def _held_in(slot, x):
+    try: return slot.__get__(x)
+    except AttributeError: return None # Not set
+
+_TENSOR_HOOKS = '_backward_hooks','_post_accumulate_grad_hooks'
+
+def _on_tensor(x):
+    "What hangs on a tensor beside its numbers: hooks and attributes"
+    hooks = [getattr(x, name, None) or {} for name in _TENSOR_HOOKS]
+    return [*_attributes(x).values(), *(hook for some in hooks for hook in some.values())]
 
 # %% ../../../nbs/inspection/plain_script/01_reached_values.ipynb #1d809bca
 def repeated(
