@@ -5,6 +5,7 @@ the other, or the script is refused with words on what to do.
 """
 
 import functools
+import types
 
 import pytest
 import torch
@@ -440,3 +441,58 @@ def test_who_may_leave_a_batch_after_the_last_one_is_told_what_to_do():
         ValueError, match="`LeavesBatchCB.before_step` may leave a `batch`.*give `dls.train` a"
     ):
         trainer.to_script()
+
+
+# Streams whose copy counts where they count
+
+
+class CountingStream:
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __iter__(self):
+        return self.numbers()
+
+
+def by_closure():
+    n = [0]
+
+    def numbers():
+        for batch in batches(2):
+            n[0] += 1
+            yield batch[0] * n[0], batch[1]
+
+    return numbers
+
+
+def by_default(n):
+    n["n"] += 1
+    for x, y in batches(2):
+        yield x * n["n"], y
+
+
+class Count:
+    n = 0
+
+
+def by_object():
+    count = Count()
+
+    def numbers():
+        for x, y in batches(2):
+            count.n += 1
+            yield x * count.n, y
+
+    return numbers
+
+
+STREAMS = {"a closure": by_closure, "an object": by_object, "a default": lambda: copied(by_default)}
+
+
+def copied(f):
+    return types.FunctionType(f.__code__, f.__globals__, "numbers", ({"n": 0},))
+
+
+@pytest.mark.parametrize("state", STREAMS)
+def test_writing_a_script_does_not_count_where_a_stream_counts(state, monkeypatch):
+    both(lambda: trainer_of([], train=CountingStream(STREAMS[state]())), monkeypatch)

@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #18b6286e
-import copy, inspect
-from collections.abc import Iterator
-from types import SimpleNamespace
+import copy
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, SimpleNamespace
 
+from isaac_loop.inspection.plain_script.reached_values import is_own_code, reached
 from isaac_loop.loop.passes import n_batches as known_length, rows_of
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.snapshot import Snapshot
@@ -51,24 +51,22 @@ def _unseen(n_inp):
 # %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #12214361
 def _copy_of(dl):
     "A copy of a stream, which may be used up in its place; None if there is no such copy"
-    if _draws_from_outside(dl): return None
+    if _shares(dl): return None
     try: made = copy.deepcopy(dl)
     except Exception: return None
     return None if made is dl else made
 
-def _draws_from_outside(dl):
-    "Whether functions of a stream hold an iterator that a copy would share"
-    parts = [dl, *(getattr(dl, name, None) for name in ('dataset', 'sampler', 'batch_sampler'))]
-    methods = [getattr(type(part), name, None) for part in parts for name in ('__iter__', '__next__')]
-    held = [value for part in parts for value in getattr(part, '__dict__', {}).values()]
-    functions = filter(inspect.isfunction, [*methods, *held])
-    return any(isinstance(value, Iterator) for f in functions for value in _around(f))
+_OF_CODE = type,FunctionType,property,GetSetDescriptorType,MemberDescriptorType
 
-def _around(f):
-    "What a function reads from outside"
-    try: found = inspect.getclosurevars(f)
-    except ValueError: return () # A variable around it has no value yet
-    return *found.nonlocals.values(),*found.globals.values()
+def _shares(dl):
+    "Whether functions or classes of a stream hold something that changes, which a copy would share"
+    code = tuple(o for o in reached(dl, code=True).values() if is_own_code(o))
+    shared = reached(code, code=True)
+    kinds = [vars(o) for o in shared.values() if isinstance(o, type)]
+    of_class = {id(o) for held in kinds for name,o in held.items() if _is_pythons(name)}
+    return any(not isinstance(o, (tuple, *_OF_CODE)) and key not in of_class for key,o in shared.items())
+
+def _is_pythons(name): return name.startswith('__') or name == '_abc_impl'
 
 # %% ../../../nbs/inspection/plain_script/07_batch_form.ipynb #d9660494
 def first_batch(
