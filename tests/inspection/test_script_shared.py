@@ -288,6 +288,80 @@ def test_what_a_callback_gives_the_optimizer_is_clipped_and_divided_as_well(othe
     both(lambda: trainer_of([kind(), other()], train=batches(4)), monkeypatch)
 
 
+class AllOfGroupCB(AddsCB):
+    def give(self, trainer):
+        for value in trainer.opt.param_groups[0].values():
+            if isinstance(value, list):
+                value.append(self.w)
+
+
+def test_who_goes_through_a_whole_group_may_give_parameters(monkeypatch):
+    both(lambda: trainer_of([AllOfGroupCB(), ClipGradCB(0.1)], train=batches(4)), monkeypatch)
+
+
+class BesideCB(AddsCB):
+    "Trains its weight by an optimizer of its own"
+
+    def give(self, trainer):
+        self.opt = optim.SGD([self.w], lr=0.1)
+
+    def after_step(self, trainer):
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+class HeldCB(BesideCB):
+    def __init__(self):
+        self.w = torch.zeros(3).requires_grad_()
+        self.opt = optim.SGD([self.w], lr=0.1)
+
+    def before_fit(self, trainer):
+        pass
+
+
+class ByHandCB(AddsCB):
+    "Trains its weight without an optimizer"
+
+    def before_fit(self, trainer):
+        self.w = torch.zeros(3, requires_grad=True)
+
+    def after_step(self, trainer):
+        self.w.data -= 0.1 * self.w.grad
+        self.w.grad = None
+
+
+class LateCB(AddsCB):
+    def give(self, trainer):
+        pass
+
+    def before_epoch(self, trainer):
+        if trainer.training and trainer.epoch == 1:
+            trainer.opt.add_param_group({"params": [self.w]})
+
+
+@pytest.mark.parametrize("kind", [BesideCB, HeldCB, ByHandCB, LateCB])
+def test_accumulation_is_refused_where_gradients_may_gather_beside_the_optimizer(kind, monkeypatch):
+    with pytest.raises(ValueError, match=f"`{kind.__name__}` may train parameters.*`trainer.opt.add_param_"):
+        trainer_of([kind(), AccumulationCB(2)], train=batches(4)).to_script()
+    both(lambda: trainer_of([kind(), ClipGradCB(0.1)], train=batches(4)), monkeypatch)
+
+
+class ThawsCB:
+    "Freezes a weight of the model for an epoch, and has a model of its own that nobody trains"
+
+    def __init__(self):
+        self.teacher = nn.Linear(4, 3)
+
+    def before_epoch(self, trainer):
+        for p in trainer.model.parameters():
+            p.requires_grad_(trainer.epoch > 0 or p.ndim > 1)
+        trainer.model.weight.requires_grad = True
+
+
+def test_accumulation_is_written_where_only_the_model_is_trained(monkeypatch):
+    both(lambda: trainer_of([ThawsCB(), AccumulationCB(2)], train=batches(4)), monkeypatch)
+
+
 # What is in a row stays as it was written
 
 

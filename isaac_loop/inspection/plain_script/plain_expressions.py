@@ -8,7 +8,10 @@ __all__ = []
 # %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #3277d8a9
 import ast, inspect, types
 
-from isaac_loop.inspection.plain_script.callback_source import Method, own_method
+from torch import nn
+from torch.optim import Optimizer
+
+from isaac_loop.inspection.plain_script.callback_source import Method, mentioned, own_method
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
 from isaac_loop.inspection.plain_script.source_of_values import NoSource, bound_names
 from isaac_loop.loop.events import callback_name
@@ -62,6 +65,8 @@ _BETWEEN = 'after_epoch','cleanup_epoch','log','after_fit','cleanup_fit' # When 
 _EXCHANGED = ('it sets `trainer.dls.{}` where a pass may be under way, which goes on with what it has',
               'Set it in `log`')
 _OF_OPT = 'param_groups state defaults step zero_grad state_dict'.split() # They give it no parameters
+_WHOLE_GROUP = 'items values update setdefault'.split() # Parameters may be among it
+_MAKERS = nn.Parameter,Optimizer
 _PLAIN_SET = 'Keep what is set in a plain attribute'
 _CANCELLED = 'it asks how a span ended (`trainer.exception`)'
 
@@ -82,6 +87,8 @@ class Inline(ast.NodeTransformer):
         taken = writing.own_names | writing.names.taken | writing.given_names
         self.renamed = {name: _other(name, bound | taken) for name in sorted(bound & taken)}
         self.dirty = changes_batch(method.tree, self.trainers)
+        if method.owner is not None and self.makes_parameters():
+            writing.note('makes parameters', callback_name(method.owner))
 
     def is_trainer(self, node): return isinstance(node, ast.Name) and node.id in self.trainers
     def is_self(self, node): return isinstance(node, ast.Name) and node.id == self.self_name
@@ -134,7 +141,10 @@ class Inline(ast.NodeTransformer):
         "An attribute of the trainer"
         w,name = self.w,node.attr
         sets = not isinstance(node.ctx, ast.Load)
-        if name == 'opt' and self.gives_parameters(node): w.note('further parameters')
+        if name == 'opt' and self.gives_parameters(node):
+            w.note('further parameters')
+            if w.event_now == 'before_fit' and self.method.owner is not None:
+                w.note('gives parameters', callback_name(self.method.owner))
         if sets and name in _FIXED: raise NotWritten(f'it sets `trainer.{name}`', _SETS)
         if name == 'batch': w.note('batch', w.training)
         if name in _SAME or name == 'batch': return name_of(name, node.ctx)
@@ -149,7 +159,51 @@ class Inline(ast.NodeTransformer):
         "Whether a method may give the optimizer, which it reads here, parameters that are not the model's"
         of_tree = [*ast.walk(self.method.tree)]
         usual = any(isinstance(o, ast.Attribute) and o.value is node and o.attr in _OF_OPT for o in of_tree)
-        return not usual or any(isinstance(o, ast.Constant) and o.value == 'params' for o in of_tree)
+        said = [o.value if isinstance(o, ast.Constant) else o.arg for o in of_tree
+                if isinstance(o, (ast.Constant, ast.keyword))]
+        whole = any(isinstance(o, ast.Attribute) and o.attr in _WHOLE_GROUP for o in of_tree)
+        return not usual or 'params' in said or whole
+
+    def makes_parameters(self):
+        "Whether a method makes parameters or an optimizer, or has something of its own ask for gradients"
+        nodes = [*ast.walk(self.method.tree)]
+        calls = [o for o in nodes if isinstance(o, ast.Call)]
+        called = [self.called(o.func) for o in calls]
+        made = [o for o in called if isinstance(o, type) and issubclass(o, _MAKERS)]
+        if made or any(mentioned(o, _MAKERS) for o in called): return True
+        attributes = [o for o in nodes if isinstance(o, ast.Attribute)]
+        gives = any(o.attr == 'add_param_group' for o in attributes) and self.w.event_now != 'before_fit'
+        if gives and not any(self.of_it(o, 'model') for o in attributes): return True
+        keeps = any(self.is_self(o.value) and isinstance(o.ctx, ast.Store) for o in attributes)
+        return keeps and any(map(self.asks_for_gradients, nodes))
+
+    def called(self, f):
+        "What a name, or the attribute of a module, stands for; None for anything else"
+        if isinstance(f, ast.Attribute):
+            outer = self.called(f.value)
+            return vars(outer).get(f.attr) if isinstance(outer, types.ModuleType) else None
+        known = self.bound | self.trainers | {self.self_name}
+        if not isinstance(f, ast.Name) or f.id in known: return None
+        try: return self.method.outside(f.id)
+        except NotWritten: return None
+
+    def asks_for_gradients(self, node):
+        "Whether a node makes a tensor, but none of the model, one that gradients are gathered on"
+        def is_no(value): return isinstance(value, ast.Constant) and not value.value
+        if isinstance(node, ast.keyword): return node.arg == 'requires_grad' and not is_no(node.value)
+        if isinstance(node, ast.Assign):
+            set_ones = [o for o in node.targets if isinstance(o, ast.Attribute) and o.attr == 'requires_grad']
+            return any(map(self.is_own, set_ones)) and not is_no(node.value)
+        f = getattr(node, 'func', None)
+        asks = isinstance(f, ast.Attribute) and f.attr == 'requires_grad_' and self.is_own(f)
+        return asks and not any(map(is_no, node.args))
+
+    def is_own(self, node):
+        "Whether an expression begins neither with the trainer nor with the variable of a loop"
+        while isinstance(node, (ast.Attribute, ast.Subscript)): node = node.value
+        loops = [o.target for o in ast.walk(self.method.tree) if isinstance(o, (ast.For, ast.comprehension))]
+        in_loops = set().union(*map(bound_names, loops))
+        return not (self.is_trainer(node) or isinstance(node, ast.Name) and node.id in in_loops)
 
     def computed(self, name):
         "An attribute of the trainer that is an expression here; None for others"

@@ -14,7 +14,9 @@ from isaac_loop.inspection.plain_script import written_names # noqa: F401 - Meth
 from isaac_loop.inspection.plain_script.callback_source import mentioned
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
 from isaac_loop.loop.events import callback_name
+from isaac_loop.loop.trainer import Trainer
 from isaac_loop.train.closures import needs_closure
+from isaac_loop.train.optimizer_options import parameters_beside
 
 # %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #e0f390d3
 class Lines:
@@ -144,6 +146,27 @@ class OneBatch(Lines):
 
 # %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #463bf0f1
 _IS_TENSOR = 'its `weigh` gives a tensor', 'Let `weigh` return a number'
+_BESIDE = ('`{}` may train parameters that are not in `trainer.opt`, and the trainer divides theirs, too',
+           'Give them to the optimizer in `before_fit`, by `trainer.opt.add_param_group`')
+
+def trains_beside(
+    w:Writing, # The script
+)->list: # Names of callbacks, or of the class of the trainer
+    "Who may train parameters that the optimizer has not had from the beginning"
+    owners = {callback_name(cb): cb for cb in w.trainer.callbacks} | {'trainer': w.trainer}
+    held = dict.fromkeys(path.partition('.')[0] for path in parameters_beside(w.trainer))
+    found = [callback_name(owners[name]) for name in held if name in owners and _has_use(owners[name])]
+    found += sorted(fact[1] for fact in w.facts if fact[0] == 'makes parameters')
+    return [name for name in found if not w.knows('gives parameters', name)]
+
+def _has_use(owner):
+    "Whether a callback or a trainer has an optimizer of its own, or reads gradients"
+    usual = getattr(owner, 'opt', None) if isinstance(owner, Trainer) else None
+    optimizers = [o for o in vars(owner).values() if isinstance(o, Optimizer) and o is not usual]
+    functions = [f for cls in type(owner).__mro__ if not cls.__module__.startswith(f'{_OURS}.')
+                 for f in vars(cls).values() if hasattr(f, '__code__')]
+    return optimizers or any('grad' in f.__code__.co_names for f in functions)
+
 
 class Accumulation(Lines):
     "Several batches to one update"
@@ -162,6 +185,8 @@ class Accumulation(Lines):
         return not is_plain or self.w.knows('leave', 'step', True) or self.w.knows('uncleared', True)
 
     def before_backward(self):
+        beside = trains_beside(self.w) if self.cb.weigh != 'sum' else []
+        if beside: raise NotWritten(_BESIDE[0].format(beside[0]), _BESIDE[1])
         gathered,true_loss = self.name('gathered'),self.name('true_loss')
         text = f'{self.name("complete")} = False\n'*self.w.leaves('step')
         if self._keeps():
