@@ -487,6 +487,21 @@ def test_an_average_is_measured_in_the_model_itself(name, average, monkeypatch):
     both(lambda: AVERAGED[name](AVERAGES[average]), monkeypatch, n_epochs=4, lr=0.5)
 
 
+class SkipsFirstCB:
+    "Leaves the first pass that trains before it begins"
+
+    order = -1000
+
+    def before_epoch(self, trainer):
+        if trainer.training and trainer.epoch == 0:
+            raise CancelEpochException
+
+
+@pytest.mark.parametrize("others", [[], [ClipGradCB(0.1)]])
+def test_the_clock_of_an_epoch_starts_with_the_first_pass_that_is_not_left(others, monkeypatch):
+    both(lambda: trainer_of([SkipsFirstCB(), MetricsCB(), *others]), monkeypatch)
+
+
 # Words
 
 

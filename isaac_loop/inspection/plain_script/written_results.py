@@ -132,7 +132,7 @@ class Metrics(Lines):
         moves = next(iter(self.w.trainer.model.parameters()), None) is not None
         device = [cb for cb in self.w.trainer.callbacks if self.w.kind(cb) == 'DeviceCB'] if moves else []
         variables = [self._variable(name, training) for training,name,m in kinds if hasattr(m, 'to')]
-        if self.w.knows('skipped'): found.insert(0, f'{self.name("losses")} = None')
+        if self.w.knows('skipped'): found = [f'{self.name(o)} = None' for o in ('losses', 'timed')] + found
         to = f'.to({self.w.new_name(device[0], "device")})' if device else ''
         return '\n'.join(found + [name+to for name in variables if to])
 
@@ -164,7 +164,10 @@ class Metrics(Lines):
         w = self.w
         self.needs('time')
         is_first = w.training or True not in w.passes
-        start = f'{self.name("start")} = time.perf_counter()\n' if is_first else ''
+        start = f'{self.name("start")} = time.perf_counter()\n'
+        timed = self.name('timed') if w.knows('skipped') else None
+        if timed: start = f'if {timed} != epoch:\n    {timed} = epoch\n    {start}' # A pass may be left
+        elif not is_first: start = ''
         resets = ''.join(f'{self._variable(name, w.training)}.reset()\n' for name in self._of(w.training))
         return f'{start}{self.name("losses")} = []\n{resets}'
 
