@@ -502,6 +502,74 @@ def test_the_clock_of_an_epoch_starts_with_the_first_pass_that_is_not_left(other
     both(lambda: trainer_of([SkipsFirstCB(), MetricsCB(), *others]), monkeypatch)
 
 
+# A batch of one's own, with or without the usual events
+
+
+class OwnBatch(Trainer):
+    "Steps by itself, without an event"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        self.preds = self.model(x)
+        self.loss = self.loss_func(self.preds, y)
+        if self.training:
+            self.learn()
+
+    def learn(self):
+        self.loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+class SometimesBatch(OwnBatch):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training and self.epoch:
+            self.run_callbacks("backward")
+            if self.batch_num % 2:
+                self.run_callbacks("step", "zero_grad")
+
+
+class NoBackwardBatch(OwnBatch):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        self.preds = self.model(x)
+        self.loss = self.loss_func(self.preds, y)
+        if self.training:
+            self.loss.backward()
+            self.run_callbacks("step", "zero_grad")
+
+
+def own_batch_trainer(cls, callbacks):
+    set_seed(0)
+    dls = DataLoaders(batches(5), batches(2))
+    return cls(dls, F.cross_entropy, optim.SGD, nn.Linear(4, 3), [BasicTrainCB(), *callbacks, MetricsCB()])
+
+
+COUNTING = {
+    "accumulation": lambda: [AccumulationCB(2)],
+    "clipping": lambda: [ClipGradCB(0.1)],
+    "average": lambda: [EMACB(0.5, keep=True)],
+    "mean": lambda: [SWACB(0.0, every="update", update_bn=False)],
+    "best average": lambda: [EMACB(0.5), KeepBestCB()],
+    "accumulated average": lambda: [AccumulationCB(2), EMACB(0.5)],
+}
+
+
+@pytest.mark.parametrize("cls", [OwnBatch, SometimesBatch])
+@pytest.mark.parametrize("name", COUNTING)
+def test_who_counts_steps_is_written_for_a_batch_that_may_have_none(name, cls, monkeypatch):
+    both(lambda: own_batch_trainer(cls, COUNTING[name]()), monkeypatch, lr=0.5)
+
+
+def test_accumulation_is_refused_where_no_event_counts_its_batches():
+    with pytest.raises(ValueError, match="event `backward`, which `NoBackwardBatch.one_batch` never runs"):
+        own_batch_trainer(NoBackwardBatch, [AccumulationCB(2)]).to_script()
+
+
 # Words
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
 from isaac_loop.inspection.plain_script.written_steps import Lines
+from isaac_loop.loop.handlers import has_own_batch
 
 # %% ../../../nbs/inspection/plain_script/22_written_averages.ipynb #aab9e4c7
 _TAKE_IN = '''
@@ -36,6 +37,7 @@ class Averaging(Lines):
     def _is_sure(self):
         "Whether the average has begun whenever there is validation, and none ends before it is lent"
         w,spans = self.w,('step', 'batch', 'epoch')
+        if has_own_batch(w.trainer): return False # It may have no step
         return not (self.late or w.knows('skipped') or any(w.knows('leave', o, True) for o in spans))
 
     def _not_lent(self): return f'\n{self.name("lent")} = False'*self.w.knows('skipped')

@@ -14,6 +14,7 @@ from isaac_loop.inspection.plain_script import written_names # noqa: F401 - Meth
 from isaac_loop.inspection.plain_script.callback_source import mentioned
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
 from isaac_loop.loop.events import callback_name
+from isaac_loop.loop.handlers import has_own_batch
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.train.closures import needs_closure
 from isaac_loop.train.optimizer_options import parameters_beside
@@ -149,6 +150,9 @@ _IS_TENSOR = 'its `weigh` gives a tensor', 'Let `weigh` return a number'
 _BESIDE = ('`{}` may train parameters that are not in `trainer.opt`, and the trainer divides theirs, too',
            'Give them to the optimizer in `before_fit`, by `trainer.opt.add_param_group`')
 
+_NO_BACKWARD = ('it counts batches at the event `backward`, which `{}.one_batch` never runs',
+                "Run it there, as by `self.run_callbacks('backward')`")
+
 def trains_beside(
     w:Writing, # The script
 )->list: # Names of callbacks, or of the class of the trainer
@@ -220,9 +224,12 @@ class Accumulation(Lines):
     closing = False
     def before_step(self):
         gathered,n = self.name('gathered'),self.cb.n_batches
-        n_batches = self.w.n_batches()
+        trainer,n_batches = self.w.trainer,self.w.n_batches()
+        if not self._counts():
+            raise NotWritten(_NO_BACKWARD[0].format(type(trainer).__name__), _NO_BACKWARD[1])
         last = '' if n_batches == 'None' else f' or batch_num + 1 == {n_batches}'
-        if last and self.w.leaves('step'): last = f' or ({gathered} and batch_num + 1 == {n_batches})'
+        may_be_none = self.w.leaves('step') or has_own_batch(trainer)
+        if last and may_be_none: last = f' or ({gathered} and batch_num + 1 == {n_batches})'
         complete = self.name('complete')
         text = f'{complete} = {gathered} >= {n}{last}\n{self._wait()}'*(not self.closing)
         total = gathered if self.cb.weigh == 'mean' else self.name('total')
@@ -234,11 +241,16 @@ class Accumulation(Lines):
             text += f'for p, old in {aside}:\n{add}\n{aside} = None\n'
         return text + f'{gathered} = 0\n' + f'{self.name("total")} = 0\n'
 
+    def _counts(self):
+        "Whether batches come to the event at which they are counted, as far as is known"
+        return not self.w.round or self.w.knows('runs', 'backward')
+
     def _wait(self): return f'if not {self.name("complete")}:\n    raise CancelStepException\n'
     def before_zero_grad(self): return self._wait()*(not self.closing)
 
     def after_epoch(self):
         early = self.w.knows('stop', True) or self.w.leaves('step', 'batch', 'epoch')
+        if has_own_batch(self.w.trainer): early = self._counts()
         if self.w.n_batches() != 'None' and not early: return ''
         self.closing = True
         block = [node for step in ('step', 'zero_grad') for node in self.w.expand(step)]
@@ -319,6 +331,6 @@ class ClipGrad(Lines):
         self.written(name, f'{name}_clipped_share')
         text = (f"row['{name}'] = sum(float(norm) for norm, _ in {norms}) / len({norms})\n"
                 f"row['{name}_clipped_share'] = sum(float(clipped) for _, clipped in {norms}) / len({norms})")
-        early = self.w.leaves('step', 'batch', 'epoch', 'fit')
-        if early: text = f'if {norms}:\n    ' + text.replace('\n', '\n    ')
+        early = self.w.leaves('step', 'batch', 'epoch', 'fit') or has_own_batch(self.w.trainer)
+        if early or self.w.n_batches() == 'None': text = f'if {norms}:\n    ' + text.replace('\n', '\n    ')
         return text + f'\n{norms} = []'*self.w.knows('skipped')
