@@ -154,7 +154,7 @@ def guarded(block, cleanup, method):
 @patch
 def step(self:Writing, name)->list: # Statements
     "One step, with what runs around it"
-    self.note('runs', name)
+    if has_own_batch(self.trainer): self.note('runs', name)
     span = STEPS[name]
     befores,body = self.event(span.before),self.event(name)
     core = joined_blocks(body)

@@ -225,8 +225,8 @@ class Accumulation(Lines):
     def before_step(self):
         gathered,n = self.name('gathered'),self.cb.n_batches
         trainer,n_batches = self.w.trainer,self.w.n_batches()
-        if not self._counts():
-            raise NotWritten(_NO_BACKWARD[0].format(type(trainer).__name__), _NO_BACKWARD[1])
+        kind = type(trainer).__name__
+        if not self._counts(): raise NotWritten(_NO_BACKWARD[0].format(kind), _NO_BACKWARD[1])
         last = '' if n_batches == 'None' else f' or batch_num + 1 == {n_batches}'
         may_be_none = self.w.leaves('step') or has_own_batch(trainer)
         if last and may_be_none: last = f' or ({gathered} and batch_num + 1 == {n_batches})'
@@ -243,7 +243,8 @@ class Accumulation(Lines):
 
     def _counts(self):
         "Whether batches come to the event at which they are counted, as far as is known"
-        return not self.w.round or self.w.knows('runs', 'backward')
+        w = self.w
+        return not (has_own_batch(w.trainer) and w.round) or w.knows('runs', 'backward')
 
     def _wait(self): return f'if not {self.name("complete")}:\n    raise CancelStepException\n'
     def before_zero_grad(self): return self._wait()*(not self.closing)
