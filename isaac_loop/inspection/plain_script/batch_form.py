@@ -63,7 +63,7 @@ def _shares(dl):
     code = tuple(o for o in reached(dl, code=True).values() if is_own_code(o))
     shared = reached(code, code=True)
     kinds = [vars(o) for o in shared.values() if isinstance(o, type)]
-    of_class = {id(o) for held in kinds for name,o in held.items() if _is_pythons(name)}
+    of_class = {id(part) for held in kinds for name,part in held.items() if _is_pythons(name)}
     return any(not isinstance(o, (tuple, *_OF_CODE)) and key not in of_class for key,o in shared.items())
 
 def _is_pythons(name): return name.startswith('__') or name == '_abc_impl'
