@@ -23,7 +23,7 @@ from .changed_values import tells_state
 from .change_marks import CONTAINERS, SIMPLE, as_names, attributes_of, is_installed
 from .held_callables import FEW, OF_LAYERS, as_key, is_users, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
-from ..data.random_generators import is_generator
+from ..data.random_generators import is_generator, is_seeds
 from .run_parts import bare, parts_of
 
 # %% ../../nbs/state/37_owners.ipynb #71f25df3
@@ -196,7 +196,9 @@ def of_other(name, owner):
 def _of_reader(x, without):
     "What is no data"
     own = may_be_state(x, without | OF_MODULES if isinstance(x, nn.Module) else without)
-    return {k: o for k,o in own.items() if type(o) in SIMPLE or isinstance(o, Enum) or is_generator(o)}
+    return {k: o for k,o in own.items() if type(o) in SIMPLE or isinstance(o, Enum) or _is_source(o)}
+
+def _is_source(x): return is_generator(x) or is_seeds(x)
 
 def _of_module(name, m, without):
     "The attributes of a module, and its tensors that no `state_dict` has"
@@ -303,7 +305,8 @@ def readers_of(
     if dl is None or hasattr(dl, 'load_state_dict'): return found
     _add_readers(found, 'dls.train', dl, [trainer, bare(trainer.model), *trainer.callbacks])
     _add_generators(found, 'dls.train', data_generators(dl))
-    return {name: (x, of_other(name, x)) for name,x in found.items()}
+    pairs = {name: (x, of_other(name, x)) for name,x in found.items()}
+    return pairs | besides(pairs)
 
 def _add_split(found, dls):
     "Add the function that splits batches, and a pair of loaders of a class of the user's own"

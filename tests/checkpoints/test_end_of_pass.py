@@ -86,6 +86,17 @@ class PassesSampler(Sampler):
         self.passes += self.at_end
 
 
+class ClassPassesSampler(PassesSampler):
+    "The same, and its class counts them"
+
+    def __init__(self):
+        ClassPassesSampler.n = 0
+
+    def __iter__(self):
+        ClassPassesSampler.n += 1
+        return iter(torch.randperm(len(X), generator=torch.Generator().manual_seed(self.n)).tolist())
+
+
 class Levelled(Dataset):
     level = 0
 
@@ -149,6 +160,7 @@ KINDS = {
 AT_THE_END = {
     "a sampler that counts passes": lambda: dict(train=plain(sampler=PassesSampler())),
     "one that counts them at their end": lambda: dict(train=plain(sampler=PassesSampler(at_end=True))),
+    "one whose class counts them": lambda: dict(train=plain(sampler=ClassPassesSampler())),
     "rows that count": lambda: dict(train=plain(Counted())),
     "a level from a callback in the pass": lambda: dict(train=plain(Counted()), callbacks=[HarderInPassCB()]),
 }

@@ -5,7 +5,8 @@ import warnings
 import numpy as np
 import pytest
 
-from cutting import cut_once, small_trainer
+from cutting import ROWS, cut_once, small_trainer
+from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.data.random_generators import generators_seeded
 
 
@@ -59,6 +60,20 @@ def test_a_generator_without_a_seed_goes_on_with_its_own_children(kind, tmp_path
     made = iter([kind(9), kind(9), kind(None)])
     again = cut_once(tmp_path / "unseeded", lambda: small_trainer(next(made)))
     assert again.callbacks[1].child() == first.callbacks[1].child()
+
+
+class SeededRows(SeedsCB):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, i):
+        return ROWS[i][0] + self.child(), ROWS[i][1]
+
+
+def test_children_of_a_dataset_go_on_where_they_were(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cut_once(tmp_path, lambda: small_trainer(dl=exact_loader(SeededRows(), 8, seed=7)))
 
 
 @pytest.mark.parametrize("kind", [SpawnCB, SourceCB])
