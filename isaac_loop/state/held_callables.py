@@ -9,7 +9,7 @@ __all__ = []
 from collections import deque
 from enum import Enum
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, SimpleNamespace
 
 import torch
 from torch import nn, optim
@@ -47,6 +47,7 @@ def keepers_in(
         if id(x) in seen: continue
         if type(x) not in SIMPLE: seen.add(id(x))
         if _keeps(x, is_called): found[path] = Added(x) if isinstance(x, partial) else x
+        if opts := _opts_added(x): found[f'{path}.__added__'] = SimpleNamespace(**opts)
         near.extend(_ways(path, x, given))
     return found
 
@@ -56,6 +57,12 @@ def _keeps(x, is_called):
     if issubclass(kind, partial):
         return is_called and bool(x.keywords) and not is_installed(_module_of(x.func))
     return is_called and is_users(x) and not isinstance(x, _SAVED_ELSEWHERE)
+
+def _opts_added(x):
+    "Optimizers that a `partial` adds, by name or by place"
+    if not issubclass(type(x), partial): return {}
+    added = {f'_{i}': o for i,o in enumerate(x.args)} | x.keywords
+    return {k: o for k,o in added.items() if issubclass(type(o), optim.Optimizer)}
 
 def as_key(k): return repr(k) if type(k) in SIMPLE else type(k).__name__ # Others may not print
 

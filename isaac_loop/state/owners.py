@@ -116,7 +116,7 @@ def _beside(path, cls, without):
     if without is True: return {}
     own = {k: o for k,o in vars(cls).items() if k not in without and k != 'stateless' and k[:2] != '__'}
     values = {k: o for k,o in own.items() if type(o) in _IN_CLASS}
-    methods = {k: o for k,o in own.items() if isinstance(o, FunctionType)}
+    methods = {k: o for k,o in vars(cls).items() if isinstance(o, FunctionType) and k not in without}
     found = {path: (cls, values)} if values else {}
     return found | {k: o for name,f in methods.items() for k,o in _of_function(f'{path}.{name}', f).items()}
 
@@ -131,7 +131,9 @@ def _of_function(path, f):
     parts = {f'{path}.__defaults__': filled, f'{path}.__closure__': opts}
     return {k: (SimpleNamespace(**values), values) for k,values in parts.items() if values}
 
-def is_beside(name): return any(o in name for o in ('.__class__', '.__defaults__', '.__closure__'))
+_BESIDE = '.__class__','.__defaults__','.__closure__','.__added__'
+
+def is_beside(name): return any(o in name for o in _BESIDE)
 
 _OTHERS = {'builtins', 'isaac_loop', 'torch', 'torchvision', 'datasets', 'types', 'functools'}
 

@@ -1,5 +1,6 @@
 "What lies in no attribute of a callback: a number in its class, a default value, an optimizer in a closure"
 
+import functools
 import warnings
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from cutting import cut_once, small_trainer
+from cutting import ROWS, cut_once, small_trainer
+from isaac_loop.data.exact_loaders import exact_loader
 from runs import fit
 
 
@@ -105,6 +107,38 @@ def in_closure():
     return trainer
 
 
+class MovingCB:
+    "Holds a partial with an optimizer that nobody else has"
+
+    def __init__(self, add):
+        self.shift = torch.zeros(1, requires_grad=True)
+        self.move = add(optim.Adam([self.shift], lr=0.1))
+
+    def after_get_loss(self, trainer):
+        self.move(loss=F.mse_loss(trainer.preds.detach() + self.shift, trainer.batch[1]))
+        trainer.loss = F.mse_loss(trainer.preds + self.shift.detach(), trainer.batch[1])
+
+
+def move(opt, loss):
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def in_defaults_of_data():
+    class CountingRows:
+        fingerprint = "rows"
+
+        def __len__(self):
+            return len(ROWS)
+
+        def __getitem__(self, i, seen=[]):  # noqa: B006
+            seen.append(i)
+            return ROWS[i][0] * (1 + 0.01 * len(seen)), ROWS[i][1]
+
+    return small_trainer(dl=exact_loader(CountingRows(), 8, seed=7))
+
+
 KINDS = {
     "a number in its class": lambda: in_class(CountCB),
     "in a class below": lambda: in_class(BaseCB),
@@ -113,6 +147,11 @@ KINDS = {
     "a list by default": by_default,
     "a tensor by default": by_keyword,
     "an optimizer in a closure": in_closure,
+    "an optimizer in a partial": lambda: small_trainer(MovingCB(lambda opt: functools.partial(move, opt))),
+    "an optimizer there by name": lambda: small_trainer(
+        MovingCB(lambda opt: functools.partial(move, opt=opt))
+    ),
+    "a list by default, in a dataset": in_defaults_of_data,
 }
 
 
