@@ -72,12 +72,13 @@ def _ways(path, x, given):
     kind = type(x) # `isinstance` asks an object that may fail
     if issubclass(kind, MethodType): return [(path, x.__self__, True)]
     if issubclass(kind, partial): return [(f'{path}.func', x.func, True)]
-    if issubclass(kind, FunctionType): return [(f'{path}.{k}', o, True) for k,o in _closed_over(x)]
+    if issubclass(kind, FunctionType): return [(f'{path}.{k}', o, True) for k,o in closed_over(x)]
     if kind not in (list, tuple, dict) or len(x) > FEW: return []
     pairs = x.items() if type(x) is dict else enumerate(x)
     return [(f'{path}[{as_key(k)}]', o, given and callable(o)) for k,o in pairs]
 
-def _closed_over(f):
+def closed_over(f):
+    "Callables by the names that a function has for them from around it"
     cells = zip(f.__code__.co_freevars, f.__closure__ or ())
     filled = [(k, o.cell_contents) for k,o in cells if o != CellType()]
     return [(k, x) for k,x in filled if issubclass(type(x), _CALLED)]

@@ -15,13 +15,14 @@ from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespac
 import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Subset
 
 from ..basics.tensors import OF_MODULES
 from ..loop.events import callback_name
 from .changed_values import tells_state
 from .change_marks import CONTAINERS, SIMPLE, as_names, attributes_of, is_installed
-from .held_callables import FEW, OF_LAYERS, as_key, is_users, keepers_in
+from .held_callables import FEW, OF_LAYERS, as_key, is_users
+from .held_callables import closed_over, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
 from ..data.random_generators import is_generator, is_seeds
 from .run_parts import bare, parts_of
@@ -197,8 +198,10 @@ def of_other(name, owner):
 
 def _of_reader(x, without):
     "What is no data"
+    if type(x) is DistributedSampler: return {'epoch': x.epoch} # The rest differs from process to process
     own = may_be_state(x, without | OF_MODULES if isinstance(x, nn.Module) else without)
-    return {k: o for k,o in own.items() if type(o) in SIMPLE or isinstance(o, Enum) or _is_source(o)}
+    kinds = OF_LAYERS if isinstance(x, FunctionType) else SIMPLE
+    return {k: o for k,o in own.items() if type(o) in kinds or isinstance(o, Enum) or _is_source(o)}
 
 def _is_source(x): return is_generator(x) or is_seeds(x)
 
@@ -231,14 +234,16 @@ def _of_optimizers():
 
 # %% ../../nbs/state/37_owners.ipynb #4caf1754
 def _add_readers(found, name, dl, without=()):
-    "Add who reads the data and is of a class of the user's own, with the objects to which it leads"
+    "Add functions and objects of the user's own that read the data, with those to which these lead"
     data = getattr(dl, 'dataset', None)
     readers = {f'{name}.dataset': data, f'{name}.collate_fn': getattr(dl, 'collate_fn', None)}
     if not hasattr(dl, 'load_state_dict'): readers |= _of_plain(name, dl)
     elif not hasattr(type(data), '__getitem__'): return
     seen = {id(o) for o in [*found.values(), *without]}
     for where,x in _led_to(readers, seen):
-        if is_users(x): found[where] = x
+        if is_users(x) or _is_function(x) or type(x) is DistributedSampler: found[where] = x
+
+def _is_function(x): return isinstance(x, FunctionType) and not is_installed(str(x.__module__))
 
 def _of_plain(name, dl):
     "Who makes the batches of a loader that does not know its place"
@@ -267,6 +272,7 @@ def _inside(path, x):
     if isinstance(x, MethodType): return [(path, x.__self__)]
     if isinstance(x, partial): return [(path, x.func), *((f'{path}({k})', o) for k,o in _added(x))]
     if type(x) in (list, tuple, dict): return _entries(path, x)
+    if _is_function(x): return [(f'{path}.{k}', o) for k,o in closed_over(x)]
     if not (is_users(x) or isinstance(x, (Dataset, nn.Module)) or _is_transform(x)): return []
     own = {k: o for k,o in attributes_of(x).items() if k not in OF_MODULES}
     if isinstance(x, nn.Module): own |= x._modules

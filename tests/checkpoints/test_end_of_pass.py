@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset, default_collate
 
 from isaac_loop.all import BasicTrainCB, CheckpointCB, DataLoaders, RewindCB, Trainer, exact_loader, set_seed
 
@@ -116,9 +116,24 @@ class Counted(Levelled):
         return x + self.n / 100, y
 
 
+def counting():
+    def collate(rows):
+        collate.n += 1
+        x, y = default_collate(rows)
+        return x + collate.n / 100, y
+
+    collate.n = 0
+    return collate
+
+
 class HarderCB:
     def log(self, trainer):
         trainer.dls.train.dataset.level += 1
+
+
+class NextOrderCB:
+    def log(self, trainer):
+        trainer.dls.train.sampler.set_epoch(trainer.epoch + 1)
 
 
 class HarderInPassCB:
@@ -155,12 +170,16 @@ KINDS = {
     "for loader and model": lambda: shared("model"),
     "for loader and callback": lambda: shared("callback"),
     "rows with a generator of their own": lambda: dict(train=plain(NoisyRows(seeded()))),
+    "the epoch of a sampler from one": lambda: dict(
+        train=plain(sampler=DistributedSampler(ROWS, num_replicas=1, rank=0)), callbacks=[NextOrderCB()]
+    ),
     "a level from a callback": lambda: dict(train=plain(Levelled()), callbacks=[HarderCB()]),
 }
 AT_THE_END = {
     "a sampler that counts passes": lambda: dict(train=plain(sampler=PassesSampler())),
     "one that counts them at their end": lambda: dict(train=plain(sampler=PassesSampler(at_end=True))),
     "one whose class counts them": lambda: dict(train=plain(sampler=ClassPassesSampler())),
+    "a function that counts": lambda: dict(train=plain(collate_fn=counting())),
     "rows that count": lambda: dict(train=plain(Counted())),
     "a level from a callback in the pass": lambda: dict(train=plain(Counted()), callbacks=[HarderInPassCB()]),
 }

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
-from cutting import stopped_and_not
+from cutting import ROWS, cut_once, small_trainer, stopped_and_not
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB
-from runs import Rows, make_loaders, make_trainer
+from runs import Rows, fit, make_loaders, make_trainer
 
 
 class Level:
@@ -121,6 +122,48 @@ def test_who_makes_batches_of_rows_goes_on(as_given, tmp_path):
         return run_with(loaders(dl), collate)
 
     goes_on(tmp_path, make)
+
+
+def as_collate():
+    def collate(rows):
+        collate.n += 1
+        x, y = default_collate(rows)
+        return x * (1 + collate.n / 10), y
+
+    collate.n = 0
+    return dict(dataset=ROWS, collate_fn=collate)
+
+
+def as_transform():
+    def counted(x):
+        counted.seen.append(1)
+        return x * (1 + len(counted.seen) / 100)
+
+    def tfm(x):
+        return counted(x)
+
+    counted.seen = []
+    data = Through(ROWS, tfm)
+    data.fingerprint = "rows"
+    return dict(dataset=data)
+
+
+@pytest.mark.parametrize("parts", [as_collate, as_transform])
+def test_functions_that_read_go_on_with_their_attributes(parts, tmp_path):
+    cut_once(tmp_path, lambda: small_trainer(dl=exact_loader(**parts(), batch_size=8, seed=7)))
+
+
+def test_what_a_function_that_reads_writes_outside_of_it_is_named(tmp_path):
+    n = 0
+
+    def collate(rows):
+        nonlocal n
+        n += 1
+        return default_collate(rows)
+
+    trainer = run_with(loaders(exact_loader(Rows(56, augment=False), 8, seed=7, collate_fn=collate)), Level())
+    with pytest.warns(UserWarning, match=r"`dls.train.collate_fn.n` changed during this fit, by `nonlocal`"):
+        fit(trainer, 1, callbacks=CheckpointCB(tmp_path))
 
 
 class Split(Level):
