@@ -161,7 +161,7 @@ def cleanup_fit(self:CheckpointCB, trainer):
     try:
         self._writes.wait()
         if begun: self._save_what_is_left(trainer)
-        if begun: note_how_to_go_on(trainer, self._run.store, self.resume)
+        if begun: note_how_to_go_on(trainer, self._run.store, self.resume, self._fits.number(trainer))
     finally:
         note_left(trainer)
         self._fits.end(trainer, begun)

@@ -162,15 +162,19 @@ def _say_anew(trainer, fit, folder):
     say(f'beginning anew in {short_path(folder)}{which}{weights}{broken}')
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #36fdb579
-_NOTHING_YET = 'Nothing is saved yet, so the same `fit` begins anew.'
+_NOTHING_YET = 'Nothing is saved yet, so the same `fit` begins anew. {}'
 _SAVED = 'The newest checkpoint is {}. {}'
 _THE_SAME = 'The same `fit` goes on from there, here or when the script is started again.'
 _NEVER = 'To go on from there, pass it as `resume`.'
+_BEFORE = 'Nothing of this `fit` is saved yet, so the same `fit` begins anew from there. '
+_HERE = ('That holds when the script is started again; in this process the model has been trained '
+         'meanwhile, and goes on with the weights that it has now.')
 
-def note_how_to_go_on(trainer, store, resume='auto'):
-    "Note on an interrupt where the run was saved"
+def note_how_to_go_on(trainer, store, resume='auto', fit=0):
+    "Note on an interrupt where the run was saved, and whether that was in its `fit` of this number"
     if not isinstance(trainer.exception, (KeyboardInterrupt, SystemExit)) or not trainer.ranks.is_main: return
     newest = store.latest() if store.run_id else None
-    how = _NEVER if resume == 'never' else _THE_SAME
-    said = _SAVED.format(short_path(newest.path), how) if newest else _NOTHING_YET
+    began = newest is not None and newest.manifest['info'].get('fit', fit) >= fit
+    how = _NEVER if resume == 'never' else _THE_SAME if began else _BEFORE+_HERE
+    said = _SAVED.format(short_path(newest.path), how) if newest else _NOTHING_YET.format(_HERE)
     trainer.exception.add_note(said)

@@ -87,6 +87,18 @@ def test_before_the_first_checkpoint_nothing_is_promised(tmp_path):
     assert "Nothing is saved yet" in error.__notes__[-1]
 
 
+@pytest.mark.parametrize("n_before", [0, 1])
+def test_a_fit_of_which_nothing_is_saved_begins_anew_only_in_another_process(n_before, tmp_path):
+    trainer = trainer_with(InterruptCB(), CheckpointCB(tmp_path))
+    for _ in range(n_before):
+        trainer.fit(1)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trainer.fit(2, callbacks=pressing(signal.SIGINT, signal.SIGINT))
+    note = raised.value.__notes__[-1]
+    assert "begins anew" in note and "in this process the model has been trained meanwhile" in note
+    assert ("The newest checkpoint is" in note) == bool(n_before) and "goes on from there" not in note
+
+
 def test_without_an_interrupt_callback_the_checkpoint_is_named_too(tmp_path):
     def before_get_loss(trainer):
         if trainer.n_updates == 4:
