@@ -119,7 +119,8 @@ def _beside(path, cls, without):
     values = {k: o for k,o in own.items() if type(o) in _IN_CLASS}
     methods = {k: o for k,o in vars(cls).items() if isinstance(o, FunctionType) and k not in without}
     found = {path: (cls, values)} if values else {}
-    return found | {k: o for name,f in methods.items() for k,o in _of_function(f'{path}.{name}', f).items()}
+    for name,f in methods.items(): found |= _of_function(f'{path}.{name}', f)
+    return found
 
 def _of_function(path, f):
     "Default values that can be filled, and optimizers that a function closes over"
