@@ -141,7 +141,7 @@ def _check_made(opt, params, trainer):
 
 def held(
     owner, # A trainer or a callback
-    kind:type, # Of what is looked for
+    kind, # Of what is looked for: a class, or several in a tuple
 )->list: # Each once
     "What is of `kind` among the attributes of `owner`, also in a list or a dict"
     found = list(getattr(owner, '__dict__', {}).values())
@@ -187,9 +187,10 @@ def cut_in_update(
 
 def _clear_grads(trainer):
     "Drop gradients that an earlier fit has left, in all modules and optimizers that are held"
-    opts = [vars(trainer).get('opt'), *_all_held(trainer, torch.optim.Optimizer)]
+    found = _all_held(trainer, (torch.optim.Optimizer, torch.nn.Module))
+    opts = [vars(trainer).get('opt'), *(o for o in found if isinstance(o, torch.optim.Optimizer))]
     groups = [group for opt in opts for group in getattr(opt, 'param_groups', ())]
-    for module in _all_held(trainer, torch.nn.Module):
+    for module in [o for o in found if isinstance(o, torch.nn.Module)]:
         for p in module.parameters(): p.grad = None
     for p in [p for group in groups for p in group['params']]: p.grad = None
     trainer._broken = trainer._cut = False
