@@ -896,8 +896,8 @@ MUTANTS = [
     Mutant(
         "how hard a dataset has become is forgotten",
         "_add_readers",
-        "if is_users(x): found[where] = x",
-        "pass",
+        "if is_users(x) or _is_function(x)",
+        "if _is_function(x)",
         ["test_a_dataset_that_gets_harder_goes_on_as_hard_as_it_was"],
     ),
     Mutant(
@@ -976,5 +976,47 @@ MUTANTS = [
         "if self._alone if one_pass is None else one_pass.alone: return True",
         "return True",
         ["test_nor_does_a_look_at_a_loader_of_ones_own_or_at_a_stream"],
+    ),
+    Mutant(
+        "who reads rows is told of them in runs on the side",
+        "Plan._handlers_of",
+        "if not any(event in found for event in ROW_EVENTS): return found",
+        "return found",
+        ["test_what_one_does_beside_reading_rows_counts_there"],
+    ),
+    Mutant(
+        "a loader that was exchanged is not told of",
+        "tell_exchanged",
+        "if loaders: warn(",
+        "if False: warn(",
+        ["test_an_exchanged_loader_is_told_of_once_at_the_next_save"],
+    ),
+    Mutant(
+        "a function that an attribute follows is asked once more",
+        "AttributeSchedulerCB.load_state_dict",
+        "if values and len(values) == len(places)",
+        "if False and len(values) == len(places)",
+        ["test_a_function_that_counts_is_asked_as_often_in_a_run_that_goes_on"],
+    ),
+    Mutant(
+        "an average measures what training keeps",
+        "SWACB._to_measure",
+        "batch_norms_in(self.average.module, self._still)",
+        "batch_norms_in(self.average.module)",
+        ["test_an_average_of_which_training_keeps_all_statistics_is_as_it_was_validated"],
+    ),
+    Mutant(
+        "generators stay where the sampler has left them",
+        "_end_samplers",
+        "put_generators(trainer, state.get('generators', {}))",
+        "pass",
+        ["test_all_generators_stand_where_they_stood"],
+    ),
+    Mutant(
+        "gradients of a fit that a cancel has ended stay",
+        "ready_optimizer",
+        "broke_off,makes_new = trainer._broken or trainer._cut,",
+        "broke_off,makes_new = False,",
+        ["test_gradients_of_a_fit_that_broke_off_do_not_stay_in_nets_in_a_list"],
     ),
 ]
