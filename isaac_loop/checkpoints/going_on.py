@@ -15,12 +15,14 @@ from .no_effect import warn_of_rates
 from .which_run import explain_fresh, left_before
 from ..data.generators import data_generators, PARTS
 from ..data.shared_loaders import exact_instead
+from ..loop.events import callback_name
+from ..state.change_marks import is_outside
 from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
-from ..state.own_state import new_holders
+from ..state.owners import holders, may_be_state
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_parts import generators
-from ..state.script_facts import exchanged_loaders, exchanged_opts, other_facts
+from ..state.script_facts import exchanged_loaders, exchanged_opts, other_facts, script_facts
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #b2dc5525
 _WORKERS = ('The training loader has persistent workers, whose random numbers cannot be saved, '
@@ -55,6 +57,26 @@ def _unsaved(dl):
     if not hasattr(dl, 'load_state_dict'): return data_generators(dl, parts)
     exact = not getattr(dl, 'reads_again', False) and not getattr(dl, 'num_workers', 0)
     return {} if exact else data_generators(dl)
+
+# %% ../../nbs/checkpoints/09_going_on.ipynb #8c11f0a2
+def new_holders(
+    trainer, # That goes on
+    state:dict, # As `take_state` gave it
+)->list: # A line for each
+    "Callbacks of the user's own that were not in the saved run; those that hold nothing may come and go"
+    script,names = state.get('script'),script_facts(trainer)['callbacks']
+    if script is None: return [] # Earlier versions have not noted it
+    came = (state.get('comings') or {}).get('came', ())
+    known = {*script['callbacks'], *state.get('own', ()), *state.get('callbacks', ()), *came}
+    new = [cb for cb in trainer.callbacks if callback_name(cb) in names.keys() - known]
+    return [f'`{callback_name(cb)}` is new' for cb in new if not _is_ours(cb) and _holds(cb)]
+
+def _is_ours(cb): return type(cb).__module__.startswith('isaac_loop.')
+
+def _holds(cb):
+    "Whether a callback has an attribute that may be state"
+    owner,without = holders(cb).get(callback_name(cb), (cb, True))
+    return without is not True and not all(map(is_outside, may_be_state(owner, without).values()))
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #5d86b1f3
 def warn_of_unsaved(trainer):

@@ -17,7 +17,7 @@ from .made_batches import drawn_in
 from ..loop.passes import n_batches
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import set_plain_random_state, undrawn
-from ..state.own_state import put_readers_of, readers_held, same_values
+from ..state.readers import put_readers_of, readers_held, same_values
 from ..state.run_parts import all_parameters, generators, held_loaders
 from ..state.run_state import put_callbacks, put_generators
 

@@ -24,7 +24,7 @@ from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
 from ..state.comings import take_comings, take_out, warn_of_absent
-from ..state.own_state import readers_held
+from ..state.readers import readers_held
 from ..state.run_parts import check_states, generators, loaders_of, put_workers, workers_begun
 from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
 from ..state.run_state import put_random, put_state

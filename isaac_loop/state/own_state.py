@@ -15,7 +15,6 @@ from fastcore.basics import patch
 from torch import nn, optim
 
 from ..basics.checks import warn
-from ..loop.events import callback_name
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
@@ -25,12 +24,11 @@ from .filled_objects import Knower, is_numeric, is_still
 from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same
-from .change_marks import attributes_of, is_outside, part_of
+from .change_marks import attributes_of, part_of
 from .owners import World, add_generators_of, holders, is_layer, is_part
 from .held_callables import keepers_in
-from .owners import besides, is_beside, may_be_state, of_other, others_of, readers_of, unasked
+from .owners import besides, is_beside, may_be_state, of_other, others_of, unasked
 from .plain_state import from_plain, plain
-from .script_facts import script_facts
 
 # %% ../../nbs/state/38_own_state.ipynb #4ff82aef
 @lru_cache
@@ -297,28 +295,6 @@ def put(self:OwnState,
     if tell: _tell(dict(lost=[f'`{path}`' for path in putter.lost], gone=gone, differ=differ))
 
 @patch
-def take_readers(self:OwnState,
-    trainer, # With loaders
-)->dict: # By name, for `put_readers`
-    "All numbers of those who make the batches of a plain training loader, whether changed or not"
-    keeper = Keeper(World(trainer, self.loop))
-    return {name: _exactly(self._kept(keeper, name, own, every=True)[0], name, copy=True)[0]
-            for name,(_,own) in readers_of(trainer).items()}
-
-@patch
-def put_readers(self:OwnState,
-    trainer, # As for `take_readers`
-    values:dict, # What that gave
-    names=None, # Pairs of names that are meant; generators are in any case, and default: all
-):
-    "Let those who make the batches have their numbers again"
-    putter = Putter(_device_of(trainer), self.there)
-    for name,(owner,_) in readers_of(trainer).items():
-        held = values.get(name, {}).items()
-        meant = {k: x for k,x in held if names is None or (name, k) in names or not _is_setting(x)}
-        putter.members(owner, from_plain(meant), name)
-
-@patch
 def _marks_now(self:OwnState, trainer):
     "Marks of all attributes as they are"
     marker = Marker(World(trainer, self.loop))
@@ -328,45 +304,10 @@ def _knows_its_place(trainer, name):
     "Whether an owner is none that reads for the training loader, or for one that goes on where it stood"
     return not name.startswith('dls.train') or hasattr(trainer.dls.train, 'load_state_dict')
 
-def same_values(a, b):
-    "Pairs of names of those values of two `take_readers` that are the same"
-    mark = Marker(()).mark
-    return {(name, k) for name,held in a.items() for k,x in held.items()
-            if k in b.get(name, {}) and mark(x) == mark(b[name][k])}
-
-def readers_held(trainer):
-    "What those hold who make the batches of a plain training loader, if anybody knows"
-    own = getattr(trainer, '_own_state', None)
-    return {} if own is None else own.take_readers(trainer)
-
-def put_readers_of(trainer, start, when, names=None):
-    "Let them hold what they held when a pass had `begun`, or what they hold `now` that it is saved"
-    own,values = getattr(trainer, '_own_state', None),start.get('readers', {}).get(when, {})
-    if own is not None and values: own.put_readers(trainer, values, names)
-
 def _differing_settings(name, saved, own, marker):
     "A text for each setting that is another one now"
     others = {k: o for k,o in saved.items() if k in own and marker.mark(own[k]) != marker.mark(o)}
     return [f'{_path(name, k)[:-1]}={own[k]!r}` (saved: {o!r})' for k,o in others.items()]
-
-def new_holders(
-    trainer, # That goes on
-    state:dict, # As `take_state` gave it
-)->list: # A line for each
-    "Callbacks of the user's own that were not in the saved run; those that hold nothing may come and go"
-    script,names = state.get('script'),script_facts(trainer)['callbacks']
-    if script is None: return [] # Earlier versions have not noted it
-    came = (state.get('comings') or {}).get('came', ())
-    known = {*script['callbacks'], *state.get('own', ()), *state.get('callbacks', ()), *came}
-    new = [cb for cb in trainer.callbacks if callback_name(cb) in names.keys() - known]
-    return [f'`{callback_name(cb)}` is new' for cb in new if not _is_ours(cb) and _holds(cb)]
-
-def _is_ours(cb): return type(cb).__module__.startswith('isaac_loop.')
-
-def _holds(cb):
-    "Whether a callback has an attribute that may be state"
-    owner,without = holders(cb).get(callback_name(cb), (cb, True))
-    return without is not True and not all(map(is_outside, may_be_state(owner, without).values()))
 
 def _tell(found):
     "Warn of what was lost, what is gone and what differs"
