@@ -35,6 +35,7 @@ from isaac_loop.loop.events import (
 )
 from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
+from small import StepsAsMethods
 from waiting import RefuseToWait
 
 
@@ -673,22 +674,13 @@ def test_a_network_that_would_step_with_scaled_gradients_is_named_once(step, war
 def own_batch(*lines):
     "A trainer whose batch is written whole"
 
-    class Own(Trainer):
+    class Own(StepsAsMethods):
         @with_cbs("batch", CancelBatchException)
         def one_batch(self):
             self.preds = self.model(self.batch[0])
             self.loss = self.loss_func(self.preds, self.batch[1])
             for line in lines if self.training else ():
                 line(self)
-
-        def backward(self):
-            self.loss.backward()
-
-        def step(self):
-            self.opt.step()
-
-        def zero_grad(self):
-            self.opt.zero_grad()
 
     return Own
 
