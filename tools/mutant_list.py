@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "the model stays in training mode",
         "one_pass",
-        "trainer.model.train(training)",
+        "set_mode(trainer.model, training)",
         "trainer.model.train(True)",
         ["test_epochs_validate_without_gradients_and_in_the_right_mode"],
     ),

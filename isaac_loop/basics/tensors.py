@@ -9,9 +9,12 @@ __all__ = ['def_device', 'map_tensors', 'default_device', 'to_device', 'to_cpu',
 import copy, dataclasses, math, numbers, os, random, sys
 from collections.abc import Mapping
 from functools import wraps
+from itertools import chain, filterfalse, repeat
+from operator import attrgetter, contains
 
 import torch
 from fastcore.foundation import L
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .checks import check_count
@@ -258,6 +261,39 @@ def to_cpu(
 
 # %% ../../nbs/basics/30_tensors.ipynb #8b9f24b0
 OF_MODULES = frozenset(vars(torch.nn.Module())) # Names
+
+# %% ../../nbs/basics/30_tensors.ipynb #3f193bbf
+def modules_of(
+    model, # Any model
+)->list: # Each once; none of one that is no module
+    "A module and all those inside it"
+    if not isinstance(model, nn.Module): return list(model.modules()) if hasattr(model, 'modules') else []
+    if type(model).modules is not nn.Module.modules: return list(model.modules())
+    level,found = [model],{None: None} # A place for a module may be empty
+    while level:
+        found.update(zip(level, level))
+        inside = chain.from_iterable(map(dict.values, map(attrgetter('_modules'), level)))
+        level = list(dict.fromkeys(filterfalse(found.__contains__, inside)))
+    return list(found)[1:]
+
+_WRITTEN = {name: getattr(nn.Module, name) for name in ('train', '__setattr__')}
+
+def _is_usual(kind):
+    "Whether nobody has given a class of modules another way into a mode"
+    as_written = kind.train is _WRITTEN['train'] and kind.__setattr__ is _WRITTEN['__setattr__']
+    return as_written and not hasattr(kind, 'training')
+
+def set_mode(
+    model, # May have a method `train`
+    training:bool, # Else it evaluates
+):
+    "Put a model into training or evaluation"
+    if not hasattr(model, 'train'): return
+    modules = modules_of(model) if isinstance(model, nn.Module) else []
+    has_own = any(map(contains, map(vars, modules), repeat('train')))
+    if not modules or has_own or not all(map(_is_usual, set(map(type, modules)))): model.train(training)
+    else:
+        for m in modules: vars(m)['training'] = training
 
 # %% ../../nbs/basics/30_tensors.ipynb #ec799497
 _CONTRADICTION = ('`deterministic=True` and `benchmark=True` contradict each other: cuDNN would choose '

@@ -6,8 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/data/56_generator_search.ipynb #eeef615d
+from collections import OrderedDict
 from functools import lru_cache
-from itertools import compress, filterfalse
+from itertools import chain, compress, filterfalse
 from operator import is_, itemgetter
 from types import BuiltinMethodType, FunctionType, MethodType
 
@@ -88,10 +89,12 @@ class Noted:
     "Objects that somebody holds, as far as they lead somewhere"
     def __init__(self,
         held:list, # Objects
-        fixed=(), # The `id` of containers that are never exchanged
+        fixed=frozenset(), # The `id` of containers that are never exchanged
     ):
-        places = compress(range(len(held)), map(_may_have_to_stay, map(type, held)))
-        self.stay = [i for i in places if id(held[i]) in fixed or _has_to_stay(held[i])]
+        are_fixed = list(map(fixed.__contains__, map(id, held)))
+        asked = compress(range(len(held)), map(_may_have_to_stay, map(type, held)))
+        self.stay = [i for i in filterfalse(are_fixed.__getitem__, asked) if _has_to_stay(held[i])]
+        self.stay += compress(range(len(held)), are_fixed)
         self.those_that_stay = _taking(self.stay)
         self.stayed = self.those_that_stay(held)
         self._note_kinds(held)
@@ -99,7 +102,9 @@ class Noted:
     def _note_kinds(self, held):
         "Note the classes, and which objects have to be looked into each time"
         self.kinds,stay = list(map(type, held)),set(self.stay)
-        changing = [i for i in filterfalse(stay.__contains__, range(len(held))) if not is_end(self.kinds[i])]
+        are_ends = list(map(is_end, self.kinds))
+        leading_on = filterfalse(are_ends.__getitem__, range(len(held)))
+        changing = list(filterfalse(stay.__contains__, leading_on))
         self.containers = _taking(changing)
         self.leads_on = not all(self.kinds[i] in HELD for i in changing)
 
@@ -138,7 +143,8 @@ def _not_fixed(met):
 def _kept_by_modules(met):
     "The dicts that a module never exchanges"
     spaces = [vars(x) for x in met if issubclass(type(x), nn.Module)]
-    return [own[name] for own in spaces for name in OF_MODULES if isinstance(own.get(name), dict)]
+    held = list(chain.from_iterable(map(own.get, OF_MODULES) for own in spaces))
+    return compress(held, map((dict, OrderedDict).__contains__, map(type, held)))
 
 class GeneratorSearch:
     "Finds the `own_generators` of a trainer, again only if something on the way leads elsewhere now"

@@ -9,7 +9,9 @@ __all__ = []
 import dis, sys
 from collections import deque
 from functools import lru_cache, partial
+from itertools import filterfalse
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from weakref import ReferenceType
 
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ def is_end(
     kind:type, # Any class
 )->bool:
     "Whether objects of a class lead nowhere"
-    if issubclass(kind, _ENDS): return True
+    if kind is ReferenceType or issubclass(kind, _ENDS): return True
     if package_of(kind) not in LIBRARIES or _is_hugging_face(kind) or _is_vectorized(kind): return False
     return not (issubclass(kind, _GO_ON) or are_generators(kind))
 
@@ -102,8 +104,8 @@ def _attributes(x):
     except Exception: own = {} # There is none, or a property in its place fails
     if not isinstance(own, dict) or len(own) > MANY: own = {}
     is_module = issubclass(type(x), nn.Module)
-    without = OF_MODULES if is_module else ()
-    held = [(f'.{k}', o) for k,o in list(own.items()) if k not in without and not is_end(type(o))]
+    names = list(filterfalse(OF_MODULES.__contains__, own) if is_module else own)
+    held = [(f'.{k}', o) for k,o in zip(names, map(own.get, names)) if not is_end(type(o))]
     spaces,slots = namespaces_of(type(x))
     of_class = [('', type(x))] if spaces else []
     return [*held, *(_of_module(own) if is_module else ()), *_of_slots(x, slots), *of_class]

@@ -194,6 +194,8 @@ def _exchange(self:Trainer, callbacks):
 def _take_strangers(self:Trainer):
     "Check and name the callbacks that were put into the list by hand"
     listed,known = list(self.callbacks),list(self._named.values())
-    mine = [cb for i,cb in enumerate(listed) if is_in(cb, known) and not is_in(cb, listed[:i])]
+    ids = dict.fromkeys(map(id, listed))
+    if len(ids) == len(listed) and ids.keys() <= set(map(id, known)): mine = listed
+    else: mine = [cb for i,cb in enumerate(listed) if is_in(cb, known) and not is_in(cb, listed[:i])]
     vars(self)['callbacks'] = CallbackList(self, mine)
     if len(listed) > len(mine): self._exchange(listed)

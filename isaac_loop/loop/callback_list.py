@@ -58,11 +58,14 @@ def flat(
 )->list: # Each once for each time that it was given
     "All callbacks in `callbacks`, each group followed by its members"
     if callbacks is None or is_in(callbacks, seen): return []
-    if not is_several(callbacks): return [callbacks, *flat(members(callbacks), (*seen, callbacks))]
+    if not is_several(callbacks):
+        brought = members(callbacks)
+        return [callbacks] if brought is None else [callbacks, *flat(brought, (*seen, callbacks))]
     given,found = listed(callbacks),[]
     for cb in given:
         brought = flat(cb, seen)
-        if not is_several(cb): brought[1:] = without(brought[1:], given) # A member may stand beside its group
+        beside = len(brought) > 1 and not is_several(cb) # A member may stand beside its group
+        if beside: brought[1:] = without(brought[1:], given)
         found += brought
     return found
 

@@ -15,7 +15,7 @@ from operator import is_
 import torch
 from fastcore.basics import patch
 
-from ..basics.tensors import SEQUENCES, batch_size, n_examples
+from ..basics.tensors import SEQUENCES, batch_size, n_examples, set_mode
 from . import advice, pass_checks
 from .events import callback_name
 from .handlers import has_own, has_own_batch
@@ -243,7 +243,7 @@ def one_pass(
     trainer._source = Batches(dl, pass_checks.held_loader(trainer))
     vars(trainer).update(dl=dl, batches=trainer._source, n_batches=trainer._source.expected)
     expected = trainer.n_batches # By the loader itself
-    if hasattr(trainer.model, 'train'): trainer.model.train(training)
+    set_mode(trainer.model, training)
     trainer.plan.select(training)
     trainer.plan.batch_seen = False
     n_updates,steps = trainer.n_updates,pass_checks.StepCounter() if has_own_batch(trainer) else None

@@ -37,11 +37,11 @@ class Plan(dict):
     "Who answers each event, looked up once and in order; and which spans are open"
     def __init__(self,
         trainer_class:type=object, # May have methods named after events, and further events
-        spans:dict=None, # Methods that a subclass has wrapped in `with_cbs`, if they are known already
+        like=None, # Another plan of such a trainer, which knows its spans and events
     ):
         self.trainer_class = trainer_class
-        self.own_spans = own_spans(trainer_class) if spans is None else spans
-        self.events = EVENTS + own_events(trainer_class, self.own_spans)
+        self.own_spans = own_spans(trainer_class) if like is None else like.own_spans
+        self.events = EVENTS + own_events(trainer_class, self.own_spans) if like is None else like.events
         self.training = True # The kind of pass whose handlers are in use
         self.batch_seen = False # Has the span of a batch been run in this pass?
         self.spans = [] # Open now, outermost first

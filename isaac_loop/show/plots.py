@@ -42,7 +42,7 @@ def _second(trainer):
     "A trainer like `trainer`, of which nothing is shared that a callback might change"
     new = object.__new__(type(trainer))
     vars(new).update(vars(trainer), **private_state(), _is_look=True)
-    new.plan = Plan(type(trainer), trainer.plan.own_spans) # First, or callbacks change the other's
+    new.plan = Plan(type(trainer), trainer.plan) # First, or callbacks change the other's
     new.callbacks,new.history = [],History()
     new.model,new.loss_func,opt = copy.deepcopy((trainer.model, trainer.loss_func, vars(trainer).get('opt')))
     if opt is not None: new.opt = opt

@@ -44,8 +44,8 @@ def keepers_in(
     near,found,seen = deque((path, x, given and callable(x)) for path,x in roots.items()),{},set()
     while near and len(seen) < _MANY:
         path,x,is_called = near.popleft()
-        if id(x) in seen: continue
-        if type(x) not in SIMPLE: seen.add(id(x))
+        if type(x) in SIMPLE or id(x) in seen: continue
+        seen.add(id(x))
         if _keeps(x, is_called): found[path] = Added(x) if isinstance(x, partial) else x
         if opts := _opts_added(x): found[f'{path}.__added__'] = SimpleNamespace(**opts)
         near.extend(_ways(path, x, given))

@@ -11,8 +11,8 @@ from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import compress
-from operator import is_
+from itertools import chain, compress
+from operator import attrgetter, is_
 from types import CellType, FunctionType, MethodType
 
 import torch
@@ -35,7 +35,14 @@ from .snapshot import put_all_back
 # %% ../../nbs/state/39_kept_attributes.ipynb #f5626668
 def _shape_of(module):
     "The class of a module and the names of its parts, which are others once it has built itself"
-    return type(module),tuple(module._parameters),tuple(module._modules)
+    return type(module),*map(tuple, _parts_of(module))
+
+_parts_of = attrgetter('_parameters', '_modules')
+
+@lru_cache(maxsize=4096)
+def _is_own(kind): return _package(kind) != 'torch'
+
+def _package(x): return str(x.__module__).partition('.')[0]
 
 def _is_same(own, values): return len(own) == len(values) and all(map(is_, own.values(), values.values()))
 
@@ -53,6 +60,41 @@ def _attributes_of(module, is_own):
         if is_as_before or _shape_of(module) != shape: return
         _put_back(module.__dict__, own)
         if is_own: _put_back(module._buffers, buffers)
+    return put_back
+
+# %% ../../nbs/state/39_kept_attributes.ipynb #0980f465
+@lru_cache(maxsize=4096)
+def _is_layer(kind): return issubclass(kind, nn.Module) and not _is_own(kind)
+
+def _is_bare(x): return _is_layer(type(x)) and not (x._forward_hooks or x._forward_pre_hooks)
+
+_tensors_of = attrgetter('_parameters', '_buffers')
+
+def _met_below(layer, seen, layers):
+    "Add `layer` and those below it to `layers`, and to what was `seen`; which modules there are others"
+    near,others = [layer],[]
+    while near:
+        m = near.pop()
+        if id(m) in seen: continue
+        if _is_bare(m):
+            seen[id(m)] = m
+            layers.append(m)
+            near += m._modules.values()
+        else: others.append(m)
+    return others
+
+def _put_back_of(layers):
+    "How to put back the attributes of several layers"
+    shapes,before = list(map(_shape_of, layers)),[vars(m).copy() for m in layers]
+    values_in = lambda spaces: chain.from_iterable(map(dict.values, spaces))
+    def put_back():
+        spaces = list(map(vars, layers))
+        for own,was in zip(spaces, before):
+            if own['training'] is not was['training']: own['training'] = was['training']
+        same = list(map(len, spaces)) == list(map(len, before))
+        if same and all(map(is_, values_in(spaces), values_in(before))): return
+        for m,shape,was in zip(layers, shapes, before):
+            if not _is_same(vars(m), was) and _shape_of(m) == shape: _put_back(vars(m), was)
     return put_back
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #f5b262cd
@@ -118,8 +160,6 @@ def _leads_on(kind):
 
 def _written(kind): return [kind] if own_classes(kind) else []
 
-def _package(x): return str(x.__module__).partition('.')[0]
-
 # %% ../../nbs/state/39_kept_attributes.ipynb #44d92084
 def _of_function(f):
     "The attributes of a user's function, its default values, and the cells with what it has from around it"
@@ -142,25 +182,27 @@ _UNKEPT = ('Model, loss function or trainer lead to an object of class {} that a
            '({}: {}): what it changes there stays changed in the training. If it does change something, let '
            'it do so in training only, as by `if self.training`.')
 
-@lru_cache(maxsize=4096)
-def _is_own(kind): return _package(kind) != 'torch'
-
 def _is_fixed(x): return type(x) is tuple and all(type(o) in SIMPLE for o in x)
 
 class _Held:
     "All that some objects lead to, as it is now"
     def __init__(self, roots, without):
-        self.seen,self.mementos,self.watched = {id(x): x for x in without},[],[]
-        todo,n,seen = deque(roots),0,self.seen
+        self.seen,self.mementos,self.watched = {id(x): x for x in [None, *without]},[],[]
+        todo,n = deque(roots),0
+        seen,layers = self.seen,[]
         while todo and n < _MANY:
             x = todo.popleft()
             if not _leads_on(type(x)) or id(x) in seen or _is_fixed(x): continue
+            if _is_bare(x):
+                todo += _met_below(x, seen, layers)
+                continue
             seen[id(x)] = x # Held, so that no `id` is given to another object
             is_module = issubclass(type(x), nn.Module)
             n += not is_module
             try: reached = self._of_module(x) if is_module else self._of_other(x)
             except Exception as e: warn(_UNKEPT.format(type(x).__name__, type(e).__name__, e))
             else: todo += compress(reached, map(_leads_on, map(type, reached)))
+        self._of_layers(layers)
         further = [x for x in todo if _leads_on(type(x)) and id(x) not in seen and not _is_fixed(x)]
         if further: warn(_TOO_MANY.format(_MANY))
 
@@ -174,6 +216,12 @@ class _Held:
         self.mementos += [put_back for put_back,_ in mementos]
         if isinstance(x, _CONTAINERS) and len(x) > _LONG: return ()
         return [part for _,reached in mementos for part in reached]
+
+    def _of_layers(self, layers):
+        "Remember layers that lead nowhere"
+        self.mementos.append(_put_back_of(layers))
+        held = chain.from_iterable(map(_tensors_of, layers))
+        self.watched += chain.from_iterable(map(dict.values, held))
 
     def _of_module(self, module):
         "Remember a module; what it leads to"

@@ -15,7 +15,8 @@ from types import MemberDescriptorType, MethodType, ModuleType
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..loop.ranks import Ranks
@@ -177,11 +178,13 @@ def of_attributes(
     slots_here,written = _facts_of(kind)
     slots = _filled(x, slots_here) if slots_here else {}
     if own is None and not slots and not hasattr(kind, '__slots__'): return _nothing, ()
+    put_content_back,held = (_nothing, ()) if own is None else _of_dict(own)
     def put_back():
         if type(x) is not kind: object.__setattr__(x, '__class__', kind)
         if _own(x) is not own: object.__setattr__(x, '__dict__', own)
         if slots_here: _put_slots_back(x, slots_here, slots)
-    return put_back, [own, *slots.values(), *written]
+        put_content_back()
+    return put_back, [*held, *slots.values(), *written]
 
 # %% ../../nbs/state/18_mementos.ipynb #bd827e17
 _OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging', 'threading', '_thread',
@@ -238,7 +241,22 @@ def _of_loader(x, is_searched=False):
         state = copy.deepcopy(x.state_dict())
         return lambda: x.load_state_dict(copy.deepcopy(state)), drawn
     is_whole = isinstance(x, DataLoader) and hasattr(x, 'sampler') # A subclass may leave the `__init__` out
-    if is_whole: return _of_workers(x), (x.generator, x.sampler, x.batch_sampler, *drawn)
+    if is_whole: return _of_whole(x, (x.sampler, x.batch_sampler), drawn)
+
+_USUAL = {SequentialSampler, RandomSampler, BatchSampler}
+
+def _of_whole(x, samplers, drawn):
+    "The workers of a `DataLoader` that persist, and PyTorch's samplers; others are reached from it"
+    usual = [o for o in samplers if type(o) in _USUAL]
+    spaces,known = list(map(vars, usual)),set(map(id, usual))
+    before,put_workers_back = list(map(dict.copy, spaces)),_of_workers(x)
+    def put_back():
+        put_workers_back()
+        for own,was in zip(spaces, before):
+            if len(own) != len(was): own.clear()
+            own.update(was)
+    held = [x.generator, *samplers, *chain.from_iterable(map(dict.values, before)), *drawn]
+    return put_back, [o for o in held if id(o) not in known]
 
 def _of_workers(x):
     "Those of a loader that persist; others go as soon as nobody reads with them"
@@ -272,7 +290,8 @@ def mementos_of(
     is_searched=False, # Are the generators behind this loader known?
 )->list: # Functions that put it back, each with objects that can be reached from it
     "How to put `x` back as it is now, and where to go on"
-    loader = _of_loader(x, is_searched) if below_loader and not isinstance(x, type) else None
+    may_load = below_loader and type(x) not in _PLAIN and not isinstance(x, type)
+    loader = _of_loader(x, is_searched) if may_load else None
     if loader:
         stream = getattr(x, 'dataset', None)
         return [_of_stream(stream), loader] if _tells_its_place(stream) else [loader]

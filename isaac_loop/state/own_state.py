@@ -75,19 +75,21 @@ class OwnState:
     def _owners(self, trainer, callbacks, layers=True):
         "Attributes that may be state, by name; those of the trainer have no name"
         found,everybody = {},[*owed(trainer), *trainer.callbacks]
-        for cb in everybody if callbacks is None else callbacks:
-            for name,(owner,without) in holders(cb).items():
+        asked = everybody if callbacks is None else callbacks
+        held = {id(cb): holders(cb) for cb in asked}
+        for cb in asked:
+            for name,(owner,without) in held[id(cb)].items():
                 another = owner is not cb and any(owner is o for o in everybody)
                 if without is True or owner is trainer or another: continue
                 found[name] = owner,may_be_state(owner, without)
         if callbacks is not None:
-            held = {}
-            for cb in callbacks: add_generators_of(held, cb)
-            found |= {k: (o, of_other(k, o)) for k,o in held.items()}
+            others = {}
+            for cb in callbacks: add_generators_of(others, cb, held[id(cb)])
+            found |= {k: (o, of_other(k, o)) for k,o in others.items()}
         else:
             found[''] = self._own_of(trainer)
             taken = {id(o) for o in [trainer, *everybody]}
-            others = {k: o for k,o in others_of(trainer).items() if id(o) not in taken}
+            others = {k: o for k,o in others_of(trainer, held).items() if id(o) not in taken}
             if not layers: others = {k: o for k,o in others.items() if not (is_part(k) and is_layer(o))}
             found |= {k: (o, of_other(k, o)) for k,o in others.items()}
             for k,f in keepers_in({f'trainer.{k}': o for k,o in found[''][1].items()}).items():

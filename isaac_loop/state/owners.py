@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property, lru_cache, partial
+from itertools import filterfalse
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 
 import torch
@@ -61,7 +62,8 @@ def _of_library(callback, name):
     "What was given to a callback of the library, which tells only its own state, and keeps something itself"
     package,_,rest = type(callback).__module__.partition('.')
     if package != 'isaac_loop' or rest.startswith('log.'): return {} # Logs belong to the world outside
-    own = {k: o for k,o in attributes_of(callback).items() if k[0] != '_' and k not in _OF_LIBRARY}
+    own = {k: o for k,o in attributes_of(callback).items() if type(o) not in SIMPLE}
+    own = {k: o for k,o in own.items() if k[0] != '_' and k not in _OF_LIBRARY}
     held = keepers_in({f'{name}.{k}': o for k,o in own.items()}, given=True)
     schedule = _of_schedule(f'{name}.scheduler', getattr(callback, '__dict__', {}).get('scheduler'))
     return {path: (o, unasked(o)) for path,o in held.items()} | schedule
@@ -225,9 +227,12 @@ def is_layer(x): return isinstance(x, nn.Module) and not _is_own(type(x))
 
 def _of_layer(m):
     "What a run may set in a layer of PyTorch: simple values, tensors and containers of them"
-    own = {k: o for k,o in vars(m).items() if k[0] != '_' and k not in OF_MODULES and type(o) in OF_LAYERS}
+    held = vars(m)
+    named = [k for k in filterfalse(OF_MODULES.__contains__, held) if k[0] != '_']
+    own = {k: held[k] for k in named if type(held[k]) in OF_LAYERS}
     if torch.Tensor not in map(type, own.values()): return own
     return {k: o for k,o in own.items() if getattr(o, 'grad_fn', None) is None} # Else made by a forward
+
 @lru_cache(maxsize=1)
 def _of_optimizers():
     "What every optimizer has, and what a schedule puts there"
@@ -283,14 +288,22 @@ def _added(x): return [*enumerate(x.args), *x.keywords.items()]
 
 def _entries(path, x):
     if len(x) > FEW: return []
-    return [(f'{path}[{as_key(k)}]', o) for k,o in (x.items() if type(x) is dict else enumerate(x))]
+    pairs = x.items() if type(x) is dict else enumerate(x)
+    return [(f'{path}[{as_key(k)}]', o) for k,o in pairs if not _is_data(o)]
+
+_DATA = SIMPLE | {torch.Tensor}
+
+def _is_data(x):
+    "Whether `x` is a number, a text or a tensor, or holds nothing else, as a batch does"
+    if type(x) not in (list, tuple): return type(x) in _DATA
+    return len(x) > FEW or _DATA.issuperset(map(type, x))
 
 def _is_transform(x): return str(type(x).__module__).startswith('torchvision.transforms')
 
 # %% ../../nbs/state/37_owners.ipynb #115d585c
 def is_part(name): return _is_of_model(name) or name.startswith(('loss_func.', 'trainer.'))
 
-def others_of(trainer):
+def others_of(trainer, held):
     "The loss function, modules, optimizers, readers and splitters of data, and generators that these hold"
     loss_func,dls,model = (attributes_of(trainer).get(o) for o in ('loss_func', 'dls', 'model'))
     model = bare(model)
@@ -303,7 +316,7 @@ def others_of(trainer):
     _add_split(found, dls)
     _add_generators(found, 'model', held_generators([model, loss_func]))
     read = {} # What many callbacks share is read once
-    for cb in trainer.callbacks: add_generators_of(found, cb, read)
+    for cb in trainer.callbacks: add_generators_of(found, cb, held[id(cb)], read)
     return found | _parts(trainer, model, found['loss_func'])
 
 def readers_of(
@@ -339,8 +352,9 @@ def _parts(trainer, model, loss_func):
 def _hooks_of(model):
     "Who is called before and after the forward of a module inside `model`, by path"
     if not isinstance(model, nn.Module): return {}
-    named = [(f'model.{path}'.rstrip('.'), m) for path,m in model.named_modules()]
     kinds = '_forward_pre_hooks','_forward_hooks'
+    hooked = [(path, m) for path,m in model.named_modules() if m._forward_pre_hooks or m._forward_hooks]
+    named = [(f'model.{path}'.rstrip('.'), m) for path,m in hooked]
     hooks = [(f'{path}.{k}', vars(m)[k].values()) for path,m in named for k in kinds]
     return {f'{path}[{i}]': hook for path,some in hooks for i,hook in enumerate(some)}
 
@@ -349,11 +363,12 @@ def _add_modules(found, name, root):
     known = {id(m) for m in found.values()}
     found.update({f'{name}.{path}'.rstrip('.'): m for path,m in root.named_modules() if id(m) not in known})
 
-def add_generators_of(found, cb, read=None):
-    for name,(owner,without) in holders(cb).items():
+def add_generators_of(found, cb, held, read=None):
+    "Add those of a callback, and of what it has `held` so far"
+    for name,(owner,without) in held.items():
         if without is True: continue
-        held = owners_in(cb if owner is looked_at(cb) else owner)
-        _add_generators(found, name, held_generators(held, read), owner)
+        roots = owners_in(cb if owner is looked_at(cb) else owner)
+        _add_generators(found, name, held_generators(roots, read), owner)
 
 def _add_generators(found, name, generators, owner=None):
     "Add those that are no attribute of `owner`, or of what is in `found`"

@@ -78,8 +78,8 @@ def _named_parts(trainer, kind):
     "Each part with all its names, in the order in which they were given"
     own,names,parts = vars(trainer),{},{}
     model = bare(own.get('model'))
-    for name,x in own.items():
-        if not isinstance(x, kind) or bare(x) is model: continue
+    for name,x in [(name, x) for name,x in own.items() if isinstance(x, kind)]:
+        if bare(x) is model: continue
         parts[id(x)] = x
         names.setdefault(id(x), []).append(name)
     return [(names[key], x) for key,x in parts.items()]

@@ -7,12 +7,14 @@ __all__ = []
 
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import nn
 from fastcore.basics import patch
 
-from ..basics.tensors import set_seed
+from ..basics.tensors import modules_of, set_seed
 from ..loop.events import EVENTS, Order, ROW_EVENTS, handler_of
 from ..loop.fitting import places_of
 from ..loop.handlers import order_of
@@ -48,6 +50,8 @@ def _parts_of(model):
     kinds = [name for name in ('modules', 'parameters', 'buffers') if hasattr(model, name)]
     return [part for name in kinds for part in getattr(model, name)()]
 
+_tensors_of = attrgetter('_parameters', '_buffers')
+
 @patch
 def _trained(self:Trainer, modules):
     "What a run on the side may change for good: the trainer, its model with `modules` and tensors, and more"
@@ -55,7 +59,7 @@ def _trained(self:Trainer, modules):
     loaders = [dl for dl in loaders if hasattr(dl, 'load_state_dict')]
     usual = isinstance(self.model, nn.Module) and type(self.model).parameters is nn.Module.parameters
     modules = modules if usual else []
-    held = [part for m in modules for part in (*m._parameters.values(), *m._buffers.values())]
+    held = chain.from_iterable(map(dict.values, chain.from_iterable(map(_tensors_of, modules))))
     parts = [*modules, *held] if modules else _parts_of(self.model)
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
@@ -132,12 +136,12 @@ def side_run(self:Trainer,
     kept = list(_kept(self.callbacks, below, self._aside_known, self.plan.events))
     loop,slots = dict(vars(self)),_filled_slots(self)
     between_fits = not (self._fitting or self._side_runs)
-    modules = list(self.model.modules()) if hasattr(self.model, 'modules') else []
+    modules = modules_of(self.model)
     modes = [(m, m.training) for m in [*modules, *_modules_beside(self)]]
     before = Snapshot(kept, self._trained(modules), self.dls, generators_of(self))
     validating = self._training is False and not self._source.was_left # Also in `cleanup_epoch`
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
-    plan = Plan(type(self), self.plan.own_spans)
+    plan = Plan(type(self), self.plan)
     plan.changes = tuple(swaps)
     if below <= Order.RECORD: plan.unread = {id(cb) for cb in kept if not getattr(cb, 'in_side_runs', False)}
     try:

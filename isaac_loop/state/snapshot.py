@@ -42,6 +42,7 @@ def _leads_on(kind): return not issubclass(kind, _SIMPLE)
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
+    if type(x) in _PLAIN: return len(x) > 1000
     if isinstance(x, torch.Tensor) or type(x).__name__ == 'ndarray': return True
     return isinstance(x, (list, tuple, dict, set, frozenset, deque)) and len(x) > 1000
 
