@@ -12,7 +12,7 @@ from types import FunctionType, MethodType
 from ...basics.source_code import syntax_tree
 
 # %% ../../../nbs/inspection/source/10_method_source.ipynb #8468d6b8
-@functools.lru_cache(64)
+@functools.lru_cache(1024)
 def _whole_file(path, stamp):
     "Functions of a file by the line in which they begin"
     found = {}

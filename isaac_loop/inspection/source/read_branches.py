@@ -9,8 +9,8 @@ __all__ = []
 import ast
 from functools import lru_cache
 
-from ...basics.source_code import negated
 from .read_statements import Statements, asks_validation, only_presence, part_of
+from .read_values import opposite
 
 # %% ../../../nbs/inspection/source/42_read_branches.ipynb #732c0fdd
 @lru_cache(maxsize=4096)
@@ -81,7 +81,7 @@ class Choices(Alone):
         self.guards = guarded | (asked if _leaves(node.body) else set())
         is_guard = _leaves_in_order(node.body) and not _has_way_out([*node.body[:-1], *node.orelse])
         if not only_presence(node.test) and _leaves_in_order(node.body):
-            self._doubt(True, asks_validation(node.test), negated(node.test) if is_guard else UNWORDED)
+            self._doubt(True, asks_validation(node.test), opposite(node.test) if is_guard else UNWORDED)
         elif _has_way_out([*node.body, *node.orelse]): self._doubt(True, False, UNWORDED)
 
     def do_Match(self, node):

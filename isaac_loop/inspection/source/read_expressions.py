@@ -12,13 +12,12 @@ from types import FunctionType, MethodType
 from torch import nn
 from torch.optim import Optimizer
 
-from ...basics.source_code import negated
 from .known_calls import BY_CLASS, FACTS, longer, shared
 from .method_source import to_follow
 from .read_assignments import Assignments
 from .read_statements import either, part_of
 from .read_values import Choice, Made, NOTHING, UNKNOWN, VARS
-from .read_values import Value, joined, looked_up, method_for
+from .read_values import Value, joined, looked_up, method_for, opposite
 
 # %% ../../../nbs/inspection/source/50_read_expressions.ipynb #1e512247
 MAY_HOLD = Optimizer,dict,list,tuple # What optimizers may be in
@@ -65,7 +64,7 @@ class Expressions(Assignments):
         is_so = self.decided(node.test)
         if is_so is not None: return self.value(node.body if is_so else node.orelse)
         with self.perhaps(node.test): first = self.value(node.body)
-        with self.perhaps(negated(node.test)): return either([first, self.value(node.orelse)])
+        with self.perhaps(opposite(node.test)): return either([first, self.value(node.orelse)])
 
     def of_NamedExpr(self, node):
         value = self.value(node.value)

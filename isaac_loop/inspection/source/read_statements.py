@@ -10,8 +10,7 @@ import ast, sys
 from contextlib import contextmanager
 from functools import lru_cache
 
-from ...basics.source_code import negated
-from .read_values import Closure, UNKNOWN, Value, method_for
+from .read_values import Closure, UNKNOWN, Value, method_for, opposite
 
 # %% ../../../nbs/inspection/source/40_read_statements.ipynb #efe9504f
 def only_presence(test):
@@ -130,7 +129,7 @@ class BothWays(Ways):
         before,left = dict(self.names),[]
         sure,steady = [],[]
         tests = self.tests
-        ways,known = (test, negated(test)),{what: len(texts) for what,texts in found.conditions.items()}
+        ways,known = (test, opposite(test)),{what: len(texts) for what,texts in found.conditions.items()}
         for body,condition in zip(bodies, ways):
             self.names,self.doubts,self.asides = dict(before),doubts,asides
             self.tests = (*tests, condition)

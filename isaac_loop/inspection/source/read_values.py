@@ -10,6 +10,8 @@ import ast, functools, inspect
 from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
 
+from ...basics.source_code import negated
+
 # %% ../../../nbs/inspection/source/30_read_values.ipynb #31d5c987
 class _Unknown:
     def __repr__(self): return 'UNKNOWN'
@@ -126,6 +128,9 @@ def _of_parent(parent, name):
 NUMBERS = {'epoch', 'n_epochs', 'n_updates', 'updates_per_epoch', 'total_updates', 'batch_num', 'n_batches',
            'lr', 'start_batch', 'stop_reason', 'interrupted', 'training', 'exception'} # Never changed inside
 
+opposite = lru_cache(16384)(negated) # Of one condition always the same
+
+@lru_cache(16384)
 def _all_of(tests):
     "The text of conditions that hold together"
     return ast.unparse(ast.BoolOp(ast.And(), list(tests)) if len(tests) > 1 else tests[0])

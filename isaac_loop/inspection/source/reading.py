@@ -116,7 +116,7 @@ class Calls(NewObjects):
         if isinstance(live, MethodType) and to_follow(live.__func__, self.home): return self._bound(call)
         if to_follow(live, self.home): return self.follow(live, call.args, call.named)
         if isinstance(live, type): return self.make(call)
-        method = inspect.getattr_static(type(live), '__call__', None)
+        method = None if live is UNKNOWN else inspect.getattr_static(type(live), '__call__', None)
         if to_follow(method, self.home): return self.follow(method, [call.f, *call.args], call.named)
         if call.owner.is_vars: return self.of_vars(call)
         is_offered = call.name in OFFERS and live is UNKNOWN
