@@ -86,8 +86,9 @@ def changed(
     is_method:bool=False, # Of some object, so that it changes that and no argument?
 )->set: # Attributes of the trainer, with 'gradients'
     "What a call changes in place, as far as its name tells"
-    given = [path for paths in args for path in paths]
     if name in _GRADIENTS or name.startswith('clip_grad'): return {'gradients'}
+    if not (on or any(args)): return set() # As most
+    given = [path for paths in args for path in paths]
     if name == 'vector_to_parameters': return {shared(path) for path in (args or [()])[-1] if path}
     reached,moved = [*on, *given],moved_by((*on, *given))
     steps = name == 'step' and any(is_optimizer(path) and 'made' not in path for path in reached)
@@ -178,6 +179,13 @@ def _averages(name, owner, given, node):
     weights = any(of_weights(value.paths) for value in sources)
     return name in _AVERAGING and not into.paths and weights
 
+_ALONE = {'backward', 'unscale_', 'to', 'to_device', 'cuda', 'step', 'update_parameters'}
+
+@lru_cache(4096)
+def _tells_alone(name):
+    "Whether a name may tell a deed whatever the call is of"
+    return name.startswith('clip_grad') or name in _ALONE | _DRAWING | _DRAWING_IN_MODULES
+
 def deeds(
     name:str, # Of a function or a method
     owner, # Value of the object
@@ -186,6 +194,7 @@ def deeds(
 )->list: # Of `DEEDS`
     "What a call does, as far as its name tells"
     reached = {path for value in (owner, *given) for path in value.paths if path}
+    if not (reached or _tells_alone(name)): return [] # As most
     on_gradients = any('grad' in path for path in reached)
     clips = name.startswith('clip_grad') or on_gradients and name in ('clamp_', 'clip_')
     opts = [path[0] for path in reached if name == 'step' and is_optimizer(path) and 'made' not in path]
