@@ -122,11 +122,6 @@ class Noted:
 # %% ../../nbs/data/56_generator_search.ipynb #fde31c25
 def _failed(): "Stands for what an object holds that fails when it is asked"
 
-def _asked(x):
-    "What `x` holds"
-    try: return _held_by(x)
-    except Exception: return [_failed]
-
 def _is_fixed(x):
     "Whether `x` always leads to the same"
     if issubclass(type(x), type): return not namespaces_of(x)[0]
@@ -135,9 +130,10 @@ def _is_fixed(x):
 
 def _not_fixed(met):
     "Those that may lead elsewhere"
-    fixed,others = [],[]
-    for x in met: (fixed if _is_fixed(x) else others).append(x)
-    in_fixed = {id(part) for x in fixed for part in _asked(x)} # Those ask nobody
+    in_fixed,others = set(),[]
+    for x,ways in met:
+        if _is_fixed(x): in_fixed.update([id(part) for _,part in ways]) # Such a one is not asked again
+        else: others.append(x)
     return [x for x in others if id(x) in in_fixed or not _leads_nowhere(x)]
 
 def _kept_by_modules(met):

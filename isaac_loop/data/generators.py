@@ -21,7 +21,7 @@ from ..loop.fitting import private_state
 
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
 def _reached(roots, is_wanted, ends=(), read=None, met=None):
-    "What is wanted, from pairs of path and object, each time; `met` gets what lies on the way"
+    "What is wanted, from pairs of path and object, each time; `met` gets what lies on the way, and its ways"
     near,far = deque([pair for pair in roots if not is_end(type(pair[1]))]),deque()
     n,seen,read = 0,{},{} if read is None else read
     while (near or far) and n < MANY:
@@ -32,14 +32,16 @@ def _reached(roots, is_wanted, ends=(), read=None, met=None):
             elif not (id(x) in seen or id(x) in read or is_end(kind) or issubclass(kind, ends)):
                 (read if issubclass(kind, CODE) else seen)[id(x)] = x # Held, so that its `id` stays its own
                 n += not issubclass(kind, _STRUCTURE)
-                if met is not None: met.append(x)
-                (far if issubclass(kind, HELD) else near).extend([(path+how, o) for how,o in ways_from(x)])
+                ways = []
+                if met is not None: met.append((x, ways))
+                ways += ways_from(x)
+                (far if issubclass(kind, HELD) else near).extend([(path+how, o) for how,o in ways])
         except Exception: continue
 
 def found_from(
     roots, # Pairs of path and object
     read:dict=None, # Functions and classes that a former search has read, by `id`; this one adds its own
-    met:list=None, # Gets what lies on the way
+    met:list=None, # Gets what lies on the way: pairs of an object and its `ways_from`
 )->dict: # Generators by path
     "The generators to which objects lead, each once, but for the usual ones"
     found,seen = {},set(map(id, _usual()))
