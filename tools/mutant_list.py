@@ -58,14 +58,14 @@ MUTANTS = [
     Mutant(
         "cleanups of those who left come in the wrong order",
         "Plan.cleanups",
-        "-order_of(pair[0])",
-        "order_of(pair[0])",
+        "-place_of(pair)",
+        "place_of(pair)",
         ["test_who_leaves_in_a_span_gets_its_cleanup_in_its_turn"],
     ),
     Mutant(
         "cleanups of those who left come before all others",
         "Plan.cleanups",
-        "-order_of(pair[0])",
+        "-place_of(pair)",
         "0",
         ["test_who_leaves_in_a_span_gets_its_cleanup_in_its_turn"],
     ),
@@ -369,7 +369,7 @@ MUTANTS = [
     ),
     Mutant(
         "the loss stays weighed",
-        "AccumulationCB.cleanup_backward",
+        "AccumulationCB._give_back",
         "trainer.loss,self._loss = self._loss,None",
         "self._loss = None",
         ["test_losses_and_gradients_are_given_back_and_recorded_as_they_are"],

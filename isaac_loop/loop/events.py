@@ -131,6 +131,15 @@ def fills_in(
     marked.fills_in = True
     return marked
 
+def at_order(
+    order:int, # Such as `Order.LAST`
+): # A decorator, which marks the function
+    "Have one method of a callback called at another place than its others"
+    def marked(f):
+        f.own_order = order
+        return f
+    return marked
+
 # %% ../../nbs/loop/10_events.ipynb #54ca5762
 FOREIGN = 'If it was written for another library, `isaac_loop.interop.adapt` may run it as it is.'
 

@@ -94,6 +94,18 @@ def order_of(
 NO_ORDER = ('`{name}.order` is {order!r:.60}, but callbacks are sorted by it. Use a number or a place such '
             'as `Order.RECORD`; if you keep something else there, give it another name.')
 
+def own_order(handler):
+    "The place that a method has by `at_order`, or None"
+    order = getattr(handler, 'own_order', None)
+    return order if isinstance(order, int) else None
+
+def place_of(
+    pair:tuple, # A callback and its handler for an event
+): # As `order_of`
+    "Where a callback stands at this event"
+    order = own_order(pair[1])
+    return order_of(pair[0]) if order is None else order
+
 def takes_part(
     callback, # Any object
     event:str, # Name of an event
@@ -124,6 +136,7 @@ _ONLY_ONE = '`{0}.{2}` and `{1}.{2}` both replace the step `{2}`, and only one c
 def _called(event, pairs):
     "Those of several pairs of callback and handler that are called at `event`, in order"
     pairs = [pair for pair in pairs if getattr(pair[1], 'fills_in', False) is not True] or pairs
+    if any(own_order(handler) is not None for _,handler in pairs): pairs = sorted(pairs, key=place_of)
     if event.startswith('cleanup_'): return pairs[::-1]
     if event.startswith(('before_', 'after_')): return pairs # Only steps are replaced
     instead = [pair for pair in pairs if is_replacing(pair[0], event)]

@@ -12,7 +12,7 @@ from . import advice
 from .callback_checks import check_steps
 from .events import EVENTS, ROW_EVENTS, Span, STEPS
 from .handlers import TrainersOwn, entries_by_pass, handlers_of, order_of
-from .handlers import own_events, own_spans, trainers_own
+from .handlers import own_events, own_spans, place_of, trainers_own
 from .ranks import runs_here
 from .spans import STEP_SPANS
 
@@ -163,4 +163,4 @@ def cleanups(self:Plan,
     self.leaving = {depth: pairs for depth,pairs in self.leaving.items() if depth < len(self.spans)}
     left = [pair for pair in owed if pair[1] not in self[span.cleanup]]
     everybody = left + self.entries[self.training][span.cleanup]
-    return tuple(handler for _,handler in sorted(everybody, key=lambda pair: -order_of(pair[0])))
+    return tuple(handler for _,handler in sorted(everybody, key=lambda pair: -place_of(pair)))

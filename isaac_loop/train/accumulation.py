@@ -14,7 +14,7 @@ from fastcore.basics import patch
 
 from ..basics.settings import show_settings
 from ..basics.checks import check_choice, check_count, warn
-from ..loop.events import CancelBatchException, CancelStepException, Order
+from ..loop.events import CancelBatchException, CancelStepException, Order, at_order
 from ..loop.handlers import has_own_batch
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offering
@@ -140,6 +140,7 @@ def _weight_of(self:AccumulationCB, trainer):
     return _relative(count, self._first, trainer.loss)
 
 @patch
+@at_order(Order.LAST)
 def before_backward(self:AccumulationCB, trainer):
     "Weigh the loss"
     self._complete = False
@@ -153,7 +154,8 @@ def before_backward(self:AccumulationCB, trainer):
 
 @patch
 def after_backward(self:AccumulationCB, trainer):
-    "Count the batch, now that its gradient is in the sum"
+    "Give the loss back as it was, and count the batch, now that its gradient is in the sum"
+    self._give_back(trainer)
     self.n,self.total = self.n+1,self.total+self._weight
     for theirs in self._theirs.values(): theirs.count(self._weight)
     if self._counted == trainer.batch_num and not self._told:
@@ -168,8 +170,13 @@ def closes_update(self:AccumulationCB, trainer):
     return last or self._closing or (trainer.batch_num+1) % self.n_batches == 0
 
 @patch
+@at_order(Order.LAST)
 def cleanup_backward(self:AccumulationCB, trainer):
-    "Give the loss back as it was"
+    "Give the loss back as it was, if `backward` was left early"
+    self._give_back(trainer)
+
+@patch
+def _give_back(self:AccumulationCB, trainer):
     if self._loss is not None: trainer.loss,self._loss = self._loss,None
 
 # %% ../../nbs/train/20_accumulation.ipynb #6485d25f
@@ -226,9 +233,15 @@ def before_step(self:AccumulationCB, trainer):
         last = trainer.batch_num+1 == trainer.n_batches
         complete = self.n >= self.n_batches or (last and self.n) or self._closing
         if self._own and not self._heard: self._check_heard(trainer)
-    if not complete: raise CancelStepException('gathering more gradients')
+    if not complete: self._wait()
     self._closed = trainer.batch_num
     self._finish()
+
+@patch
+def _wait(self:AccumulationCB):
+    "Leave a step out"
+    self._complete = False
+    raise CancelStepException('gathering more gradients')
 
 @patch
 def _check_heard(self:AccumulationCB, trainer):
@@ -238,7 +251,7 @@ def _check_heard(self:AccumulationCB, trainer):
 @patch
 def before_zero_grad(self:AccumulationCB, trainer):
     "Keep the gradients until they have been used"
-    if not self._complete: raise CancelStepException('gathering more gradients')
+    if not self._complete: self._wait()
 
 @patch
 def _finish(self:AccumulationCB):

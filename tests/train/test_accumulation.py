@@ -391,6 +391,64 @@ def test_losses_and_gradients_are_given_back_and_recorded_as_they_are():
     )
 
 
+def with_penalty(trainer):
+    return trainer.loss + 0.5 * sum(p.square().sum() for p in trainer.model.parameters())
+
+
+class PenaltyCB:
+    def __init__(self, event):
+        setattr(self, event, self.add)
+
+    on_valid = False
+
+    def add(self, trainer):
+        trainer.loss = with_penalty(trainer)
+
+
+@pytest.mark.parametrize("event", ["after_get_loss", "before_backward"])
+def test_a_term_that_another_adds_to_the_loss_is_weighed_with_it(event):
+    "The pieces are of unequal size, so it would count too much or too little alone"
+    data = make_data(10)
+    big = train([data], PenaltyCB(event))
+    small = train(cut(data, [4, 4, 2]), AccumulationCB(3), PenaltyCB(event))
+    torch.testing.assert_close(weights(small), weights(big), rtol=1e-10, atol=1e-12)
+
+
+def test_who_looks_around_backward_sees_the_loss_as_it_was():
+    seen = {"before_backward": [], "after_backward": [], "cleanup_backward": []}
+    see = SimpleNamespace(
+        **{event: lambda t, found=found: found.append(t.loss.item()) for event, found in seen.items()}
+    )
+    pieces, model = cut(make_data(10), [4, 4, 2]), make_model()
+    train(pieces, AccumulationCB(3), see, n_epochs=1)
+    plain = [F.mse_loss(model(x), y).item() for x, y in pieces]
+    assert list(seen.values()) == [plain] * 3
+
+
+@pytest.mark.parametrize("event", ["before_backward", "backward"])
+def test_who_leaves_backward_out_leaves_the_window_and_the_loss_as_they_are(event):
+    seen = []
+
+    def leave(trainer):
+        if trainer.batch_num == 3:
+            raise CancelStepException("not this one")
+
+    def look(trainer):
+        seen.append(trainer.loss.item())
+
+    pieces, steps = cut(make_data(12), [3, 3, 3, 1, 2]), BasicTrainCB()
+    if event == "backward":
+        steps.backward = lambda trainer: leave(trainer) or trainer.loss.backward()
+        leaves = SimpleNamespace(after_batch=look)
+    else:
+        leaves = SimpleNamespace(before_backward=leave, after_batch=look)
+    trainer = train(pieces, AccumulationCB(3), leaves, steps=steps, n_epochs=1)
+    other = train([*pieces[:3], pieces[4]], AccumulationCB(3), n_epochs=1)
+    assert trainer.n_updates == 2 and torch.equal(weights(trainer), weights(other))
+    after = train(pieces[:3], AccumulationCB(3), n_epochs=1).model
+    assert seen[3] == F.mse_loss(after(pieces[3][0]), pieces[3][1]).item()
+
+
 def test_validation_is_left_alone():
     trainer = Trainer(
         DataLoaders(*[cut(make_data(9), [3] * 3)] * 2),

@@ -178,6 +178,7 @@ class Accumulation(Lines):
     def before_fit(self):
         gathered,total = self.name('gathered'),self.name('total')
         text = f'{gathered} = 0\n{total} = 0\n' + f'{self.name("aside")} = None\n'*self._keeps()
+        text += f'{self.name("true_loss")} = None\n'*self._gives_back()
         if not self.w.has_length: return text
         self.needs('math')
         return text + f'updates_per_epoch = math.ceil(updates_per_epoch / {self.cb.n_batches})'
@@ -216,10 +217,18 @@ class Accumulation(Lines):
     def after_backward(self):
         text = f'{self.name("gathered")} += 1'
         if self.cb.weigh in ('mean', 'sum'): return text
-        return f'{text}\n{self.name("total")} += {self.name("weight")}'
+        given = f'loss = {self.name("true_loss")}\n' + f'{self.name("true_loss")} = None\n'*self._gives_back()
+        return f'{given}{text}\n{self.name("total")} += {self.name("weight")}'
+
+    def _gives_back(self):
+        "Whether `backward` may be left with the weighed loss"
+        weighs = self.cb.weigh not in ('mean', 'sum')
+        return weighs and any(self.w.knows('leave', span, True) for span in ('step', 'batch', 'epoch', 'fit'))
 
     def cleanup_backward(self):
-        return '' if self.cb.weigh in ('mean', 'sum') else f'loss = {self.name("true_loss")}'
+        if not self._gives_back(): return ''
+        true_loss = self.name('true_loss')
+        return f'if {true_loss} is not None:\n    loss = {true_loss}\n    {true_loss} = None'
 
     closing = False
     def before_step(self):
