@@ -269,7 +269,17 @@ class LeavesAfterStepCB:
             raise CancelEpochException
 
 
-@pytest.mark.parametrize("kind", [LeavesAfterBackwardCB, SkipsFirstCB, LeavesAfterStepCB])
+class LeavesBeforeStepCB:
+    "With a gradient that is complete, and goes undivided into the next window"
+
+    on_valid = False
+
+    def before_step(self, trainer):
+        if trainer.epoch == 1 and trainer.batch_num == 2:
+            raise CancelEpochException
+
+
+@pytest.mark.parametrize("kind", [LeavesAfterBackwardCB, SkipsFirstCB, LeavesAfterStepCB, LeavesBeforeStepCB])
 def test_a_window_of_gradients_that_somebody_cuts_into_is_written(kind, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), AccumulationCB(3), kind()]), monkeypatch)
 

@@ -23,8 +23,8 @@ from isaac_loop.loop.events import STEPS, callback_name
 from isaac_loop.loop.handlers import TrainersOwn
 
 # %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #20941356
-# Who leaves the batch here leaves gradients that have been used already
-_BEFORE_CLEARED = 'after_step','cleanup_step','before_zero_grad','zero_grad'
+# Who leaves the batch here leaves gradients that are whole, or have been used already
+_BEFORE_CLEARED = 'before_step','step','after_step','cleanup_step','before_zero_grad','zero_grad'
 
 @patch
 def written(self:Writing, callback, handler, event):
