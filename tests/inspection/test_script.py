@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torcheval.metrics import MulticlassAccuracy
 
 import isaac_loop.callbacks as library
-from isaac_loop import CancelBatchException, CancelEpochException, CancelStepException
+from isaac_loop import CancelBatchException, CancelEpochException, CancelFitException, CancelStepException
 from isaac_loop import Trainer, set_seed, with_cbs
 from isaac_loop.callbacks import (
     AccumulationCB,
@@ -282,6 +282,134 @@ class LeavesBeforeStepCB:
 @pytest.mark.parametrize("kind", [LeavesAfterBackwardCB, SkipsFirstCB, LeavesAfterStepCB, LeavesBeforeStepCB])
 def test_a_window_of_gradients_that_somebody_cuts_into_is_written(kind, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), AccumulationCB(3), kind()]), monkeypatch)
+
+
+def shift(trainer, by):
+    "What shows in the weights whether it was done, and how often"
+    with torch.no_grad():
+        next(trainer.model.parameters()).mul_(by)
+
+
+class TidiesCB:
+    def cleanup_step(self, trainer):
+        shift(trainer, 1.01)
+
+    def cleanup_batch(self, trainer):
+        shift(trainer, 1.02)
+
+    def cleanup_epoch(self, trainer):
+        shift(trainer, 1.03)
+
+    def cleanup_fit(self, trainer):
+        shift(trainer, 1.04)
+
+
+class LeavesFitInCleanupOfBatchCB:
+    "Before the cleanup of who came earlier"
+
+    def cleanup_batch(self, trainer):
+        if trainer.n_updates == 10:
+            raise CancelFitException
+
+
+class LeavesBatchInCleanupOfStepCB:
+    order = 100
+
+    def cleanup_step(self, trainer):
+        if trainer.batch_num == 2:
+            raise CancelBatchException
+
+
+class LeavesPassInCleanupOfStepCB:
+    order = 100
+
+    def cleanup_step(self, trainer):
+        if trainer.epoch == 1 and trainer.batch_num == 2:
+            raise CancelEpochException
+
+
+class LeavesFitInCleanupOfPassCB:
+    "Before the row of the pass is written"
+
+    order = 100
+
+    def cleanup_epoch(self, trainer):
+        if trainer.epoch == 1:
+            raise CancelFitException
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        LeavesFitInCleanupOfBatchCB,
+        LeavesBatchInCleanupOfStepCB,
+        LeavesPassInCleanupOfStepCB,
+        LeavesFitInCleanupOfPassCB,
+    ],
+)
+def test_cleanups_after_one_that_leaves_are_done_all_the_same(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), MetricsCB(show=False), TidiesCB(), kind()]), monkeypatch)
+
+
+class MayLeaveFitCB:
+    def before_step(self, trainer):
+        if trainer.n_updates == 5:
+            raise CancelFitException
+
+
+class LeavesBatchInCleanupOfBatchCB:
+    def cleanup_batch(self, trainer):
+        if trainer.batch_num == 2:
+            raise CancelBatchException
+
+
+class LeavesFitInCleanupOfFitCB:
+    def cleanup_fit(self, trainer):
+        raise CancelFitException
+
+
+@pytest.mark.parametrize(
+    "kinds, words",
+    [
+        ([MayLeaveFitCB, LeavesBatchInCleanupOfStepCB], "leaves the batch, perhaps where the fit is being"),
+        ([LeavesBatchInCleanupOfBatchCB], "leaves the batch when that is over"),
+        ([LeavesFitInCleanupOfFitCB], "leaves the fit when that is over"),
+    ],
+    ids=["two ways that meet", "a batch that is over", "a fit that is over"],
+)
+def test_a_cleanup_that_python_would_leave_otherwise_is_refused(kinds, words):
+    with pytest.raises(ValueError, match=f"`{kinds[-1].__name__}.cleanup_.*{words}"):
+        make_trainer([BasicTrainCB(), *(kind() for kind in kinds)]).to_script()
+
+
+class StopsBeforeFitCB:
+    def before_fit(self, trainer):
+        if trainer.lr > 0:
+            trainer.request_stop("not at this rate")
+
+    def after_fit(self, trainer):
+        shift(trainer, 2)
+
+    def cleanup_fit(self, trainer):
+        shift(trainer, 3)
+
+
+class StopsBeforePassCB:
+    def before_epoch(self, trainer):
+        if trainer.epoch == 1:
+            trainer.request_stop("enough")
+
+
+class StopsBeforeLatePassCB:
+    def before_epoch(self, trainer):
+        if trainer.n_updates >= 7 and not trainer.training:
+            trainer.request_stop("enough")
+
+
+@pytest.mark.parametrize("kind", [StopsBeforeFitCB, StopsBeforePassCB, StopsBeforeLatePassCB])
+@pytest.mark.parametrize("others", [[], [lambda: MetricsCB(show=False)]], ids=["alone", "with rows"])
+def test_a_stop_that_is_asked_for_before_fit_or_pass_is_written(kind, others, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), *(other() for other in others), kind()]), monkeypatch)
 
 
 class WeighedLoss(nn.Module):

@@ -38,11 +38,10 @@ def one_pass(self:Writing, training)->list:
     if after: self.note('after_epoch', training)
     flagged = after and any(ast.dump(node) == _LEFT for node in within(loop.body))
     head = lines('left_early = False', 'Trainer.one_epoch')*bool(flagged)
-    head += lines('over = False', 'Trainer.one_epoch')*(stops and not training)
+    first = lines('over = False', 'Trainer.one_epoch')*(stops and not training)
     if flagged: after = self.conditional('not left_early', after, 'Trainer.one_epoch')
-    block = self.flat([*before, *head, loop, *after], _leaves_pass)
-    cleanup = joined_blocks(self.event('cleanup_epoch'))
-    block = guarded(block, cleanup, 'one_epoch') if leaves(block, 'fit') else block+cleanup
+    block = self.flat([*first, *before, *head, loop, *after], _leaves_pass)
+    block = self.with_cleanups(block, self.event('cleanup_epoch'), 'cleanup_epoch', 'one_epoch')
     return self._in_mode(training, block)
 
 @patch
@@ -69,18 +68,17 @@ def fit(self:Writing)->list:
     head = lines(f'n_updates = 0\nupdates_per_epoch = {length}', 'Trainer.fit')
     head += lines(f'stop = {None if self.knows("reason") else False}', 'Trainer.fit')*self._stops()
     before = joined_blocks(self.event('before_fit'))
-    if self.knows('stop', 'before_fit'): before += lines('if stop:\n    return history', 'Trainer.fit')
     epochs, = lines('for epoch in range(n_epochs):\n    pass', 'Trainer.fit')
     body = [node for training in self.passes for node in self.one_pass(training)]
     self.training = list(self.passes)[-1] # The kind of the last pass, for `log`
     log = joined_blocks(self.event('log'))
     stop = lines('if stop:\n    break', 'Trainer.fit')*self._stops()
     epochs.body = self._with_row(body, log) + stop
+    if self.knows('stop', 'before_fit'): epochs, = self.conditional('not stop', [epochs], 'Trainer.fit')
     self.training = None
     after = joined_blocks(self.event('after_fit'))
     block = [*before, epochs, *after]
-    cleanup = joined_blocks(self.event('cleanup_fit'))
-    block = guarded(block, cleanup, 'fit') if leaves(block, 'fit') else block+cleanup
+    block = self.with_cleanups(block, self.event('cleanup_fit'), 'cleanup_fit', 'fit')
     return made + head + self._initial(), block
 
 @patch

@@ -19,7 +19,7 @@ from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writin
 from isaac_loop.inspection.plain_script.source_of_values import NoSource, NotAlone
 from isaac_loop.loop.handlers import has_own_batch
 from isaac_loop.loop.duplicate_steps import Watched
-from isaac_loop.loop.events import STEPS, callback_name
+from isaac_loop.loop.events import SPANS, STEPS, callback_name
 from isaac_loop.loop.handlers import TrainersOwn
 
 # %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #20941356
@@ -127,7 +127,7 @@ def _refused_at(self:Writing, origin):
 def _is_step(node): return isinstance(node, Leave) and node.span == 'step'
 
 @patch
-def _assembled(self:Writing, befores, core, cleanups):
+def _assembled(self:Writing, befores, core, cleanups, event):
     "A span: what comes before, its body, its cleanups; a block around the rest holds what comes after it"
     block,rest = [],list(cleanups)
     for i,(cb,before) in enumerate(befores):
@@ -139,13 +139,43 @@ def _assembled(self:Writing, befores, core, cleanups):
         mine = [pair for pair in cleanups if any(pair[0] is other for other in order)]
         if inside is not None: mine = cleanups[:inside]
         rest = [pair for pair in cleanups if not any(pair is other for other in mine)]
-        before[0].body = self._assembled(befores[i+1:], core, mine) or [ast.Pass()]
+        before[0].body = self._assembled(befores[i+1:], core, mine, event) or [ast.Pass()]
         block,core = block+before,[]
         break
-    block = self.flat(block+core, _is_step)
-    cleanup = joined_blocks(rest)
-    early = leaves(block, 'batch', 'epoch', 'fit')
-    return guarded(block, cleanup, 'run_callbacks') if early else block+cleanup
+    return self.with_cleanups(self.flat(block+core, _is_step), rest, event, 'run_callbacks')
+
+_WAYS = 'batch','epoch','fit' # From the shortest to the farthest
+_NOT_SO_FAR = ('it leaves the {}, perhaps where the {} is being left already, and that goes farther',
+               'Leave it before the cleanups')
+_OVER = 'it leaves the {} when that is over, which is an error', 'Leave it in `after_{}`'
+
+@patch
+def with_cleanups(self:Writing,
+    block:list, # Statements
+    cleanups:list, # Pairs of callback and statements
+    event:str, # At which these come
+    method:str, # Of the trainer
+)->list: # Statements
+    "The body of a span, and its cleanups, which run whatever happens in the body and in one another"
+    found = []
+    for cb,cleanup in cleanups:
+        fault = leaves(cleanup, *_WAYS) and _wrong_way(block+found, cleanup, event)
+        if fault: cleanup = self._refused(cb, event, fault)
+        found = found+cleanup
+        if leaves(cleanup, *_WAYS): block,found = _in_any_case(block, found, method),[]
+    return _in_any_case(block, found, method)
+
+def _in_any_case(block, cleanup, method):
+    return guarded(block, cleanup, method) if leaves(block, *_WAYS) else block+cleanup
+
+def _wrong_way(before, cleanup, event):
+    "Why a cleanup may not leave as it does after what was `before`; None if it may"
+    others,own = ([way for way in _WAYS if leaves(block, way)] for block in (before, cleanup))
+    n_over = next((i for i,way in enumerate(_WAYS, 1) if SPANS[way].cleanup == event), 0)
+    nearest = own[0]
+    if nearest in _WAYS[:n_over]: return NotWritten(*(text.format(nearest) for text in _OVER))
+    if not others or _WAYS.index(nearest) >= _WAYS.index(others[-1]): return None
+    return NotWritten(_NOT_SO_FAR[0].format(nearest, others[-1]), _NOT_SO_FAR[1])
 
 def guarded(block, cleanup, method):
     "Statements, and others that run in any case"
@@ -161,7 +191,7 @@ def step(self:Writing, name)->list: # Statements
     has_handlers = self.plan.entries[self.training][name]
     if name == 'step' and has_handlers: core += lines('n_updates += 1', 'Trainer.run_callbacks')
     core += joined_blocks(self.event(span.after))
-    return self._assembled(befores, core, self.event(span.cleanup))
+    return self._assembled(befores, core, self.event(span.cleanup), span.cleanup)
 
 _NO_EVENT = 'it runs `{}`, which is no step'
 
@@ -190,9 +220,8 @@ def batch(self:Writing)->list:
     if not hasattr(f, 'span'): return self._left(body())
     befores = joined_blocks(self.event('before_batch'))
     block = befores + body() + joined_blocks(self.event('after_batch'))
-    cleanup = joined_blocks(self.event('cleanup_batch'))
-    if leaves(block, 'batch', 'epoch', 'fit'): return self._left(guarded(block, cleanup, 'one_batch'))
-    return block + cleanup
+    block = self.with_cleanups(block, self.event('cleanup_batch'), 'cleanup_batch', 'one_batch')
+    return self._left(block) if leaves(block, *_WAYS) else block
 
 @patch
 def _own_batch(self:Writing):
