@@ -457,6 +457,64 @@ class SmallestRecall(SmallestCB):
             self.best = recall_at_10
 
 
+class KeepsLossCB:
+    silent = "last_batch"  # Of one batch it is, but that is not the point
+
+    def log(self, trainer):
+        loss = trainer.loss.item()
+        if loss < self.best:
+            self.best = loss
+
+
+@planted("wrong_best")
+class BestOfClassIsZero(KeepsLossCB):
+    best = 0.0
+
+
+@planted("wrong_best")
+class BestOfClassIsTheSmallest(KeepsLossCB):
+    best = -math.inf
+
+
+@right
+class BestOfClassIsInfinite(KeepsLossCB):
+    best = math.inf
+
+
+@right
+class BestOfObjectIsInfinite(KeepsLossCB):
+    "Whatever its class says"
+
+    best = 0.0
+
+    def __init__(self):
+        self.best = math.inf
+
+
+@planted("wrong_best")
+class NeverSetsBest:
+    silent = "last_batch"
+    best = math.inf
+
+    def log(self, trainer):
+        loss = trainer.loss.item()
+        if loss < self.best:
+            self.n_better = getattr(self, "n_better", 0) + 1
+
+
+@right
+class HasNoLimit:
+    "Unless somebody gives it one"
+
+    silent = "last_batch"
+    limit = math.inf
+
+    def log(self, trainer):
+        loss = trainer.loss.item()
+        if loss < self.limit:
+            self.n_within = getattr(self, "n_within", 0) + 1
+
+
 @right
 class SmallestWordErrorRate(SmallestCB):
     silent = "last_batch"  # Of one batch it is, but it looks the right way

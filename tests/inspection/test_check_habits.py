@@ -277,6 +277,51 @@ class NormalizesAName(OfTraining):
         x = F.normalize(x)
 
 
+@planted("no_effect")
+class AddsToTheLossInVain:
+    def after_get_loss(self, trainer):
+        if trainer.training:
+            trainer.loss + 0.01 * sum(p.abs().sum() for p in trainer.model.parameters())
+
+
+@planted("no_effect")
+class ScalesABatchInVain:
+    def before_batch(self, trainer):
+        trainer.batch[0] * 2
+
+
+@planted("no_effect")
+class DividesGradientsInVain:
+    def before_step(self, trainer):
+        for p in trainer.model.parameters():
+            p.grad / 10
+
+
+@planted("no_effect")
+class ComparesWhatItWantsToSet:
+    def after_get_loss(self, trainer):
+        trainer.loss == trainer.loss.clamp(max=10)  # noqa: B015
+
+
+@right
+class SendsWithAnOperator:
+    "What `<<` does to a thing of one's own only that thing knows"
+
+    def before_fit(self, trainer):
+        self.pipe = Pipe()
+
+    def after_batch(self, trainer):
+        self.pipe << trainer.loss.detach()
+
+
+class Pipe:
+    def __init__(self):
+        self.sent = []
+
+    def __lshift__(self, thing):
+        self.sent.append(thing)
+
+
 @right
 class ChangesWhatIsThere(OfTraining):
     def before_batch(self, trainer):

@@ -99,9 +99,8 @@ def _of_asked(scene, asked, tree):
     mixed = [o for o in _sets(before, best) if getattr(getattr(o, 'func', None), 'id', '') in ('min', 'max')]
     if mixed and isinstance(asked.test.ops[0], (ast.Lt, ast.Gt)) and value in ast.unparse(mixed[0]):
         return _TOO_EARLY.format(**told)
-    begin = numbers[0] if len(numbers) == 1 else getattr(entry.callback, '__dict__', {}).get(asked.best.attr)
-    endless = begin in (math.inf, -math.inf)
-    if not here: return _without_setting(every, begin, endless, asked, told)
+    begin = numbers[0] if len(numbers) == 1 else _held_first(entry.callback, asked.best.attr)
+    if not here: return _without_setting(scene, every, begin, asked, told)
     if not any(ast.unparse(o) == value for o in here): return ''
     never = begin == (-math.inf if asked.is_less else math.inf)
     less = _meaning(asked, tree)
@@ -112,12 +111,31 @@ def _of_asked(scene, asked, tree):
     of_what = 'losses and errors' if less else 'such scores'
     return _WRONG_WAY.format(kind=kinds[0], other=kinds[1], what=of_what, **told)
 
-def _without_setting(every, begin, endless, asked, told):
+def _of_class(callback, name):
+    "What the class of a callback says of an attribute, or None"
+    return next((vars(kind)[name] for kind in type(callback).__mro__ if name in vars(kind)), None)
+
+def _held_first(callback, name):
+    "What an attribute is before a method sets it, as the object says or its class"
+    own = getattr(callback, '__dict__', {})
+    return own[name] if name in own else _of_class(callback, name)
+
+def _without_setting(scene, every, begin, asked, told):
     "A comparison with infinity that nobody replaces"
-    fixed = every and all(_number(o) is not None for o in every)
+    name = asked.best.attr
     is_true = begin == (math.inf if asked.is_less else -math.inf)
-    if not endless or not fixed or not is_true: return ''
+    fixed = all(_number(o) is not None for o in every)
+    if not is_true or not fixed or not (every or _stays(scene, asked.entry, name)): return ''
     return _ALWAYS.format(begin=begin, **told)
+
+def _stays(scene, entry, name):
+    "Whether a best value that only a class gives is set by nobody; another name may be of a limit"
+    nodes = [item for tree in methods_of(scene, entry) for item in ast.walk(tree)]
+    by_name = any(getattr(o, 'id', '') in ('setattr', 'vars') for o in nodes)
+    changed = any(isinstance(o, ast.Attribute) and o.attr == name and isinstance(o.ctx, ast.Store)
+                  for o in nodes)
+    is_of_class = _of_class(entry.callback, name) is not None
+    return is_of_class and 'best' in name.split('_') and not by_name and not changed
 
 # %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #d15a2a4f
 _IMPATIENT = ('{who} counts in `{count}` ({line}) what got no better, and nothing sets it back to 0 where '

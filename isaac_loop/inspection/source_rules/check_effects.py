@@ -69,6 +69,8 @@ def _of_line(entry, node, known, trainer):
     told = dict(who=said(entry), line=line_in(entry, node))
     if isinstance(value, ast.Attribute) and value.attr in _CALLS:
         return _NOT_CALLED.format(what=ast.unparse(value), **told)
+    if _is_formula(value) and _is_from(value, known, trainer):
+        return _LOST.format(what=ast.unparse(value), mend=_ASSIGN, **told)
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute): return ''
     name,owner = value.func.attr,value.func.value
     if any(o.arg == 'out' for o in value.keywords): return ''
@@ -80,6 +82,11 @@ def _of_line(entry, node, known, trainer):
     assign = moves or in_module or name in ('detach', 'clone', 'mean', 'sum', 'where', 'flip')
     mend = _ASSIGN if assign else _IN_PLACE.format(name=name)
     return _LOST.format(what=ast.unparse(value), mend=mend, **told)
+
+def _is_formula(node):
+    "Whether an expression is a sum, a product or such, or a comparison; `<<` and `|` may mean anything"
+    if isinstance(node, ast.BinOp): return not isinstance(node.op, (ast.LShift, ast.RShift, ast.BitOr))
+    return isinstance(node, ast.Compare)
 
 def _unread(tree, known, trainer):
     "What is computed of something of the trainer's and gets a local name, which nobody reads"
