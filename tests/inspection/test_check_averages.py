@@ -5,18 +5,21 @@ encoder of MoCo, has to move then; and a model that is asked in training measure
 """
 
 import copy
+import math
 import warnings
 
 import pytest
 import torch
 
 from inspected import make_trainer
+from isaac_loop.train.averaging import EMACB
 from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.inspection import CheckFailed
 
 
-def found_in(callback):
-    trainer = make_trainer([callback])
+def found_in(callback, *others):
+    trainer = make_trainer([callback, *others])
     if isinstance(callback, BasicTrainCB):
         trainer.callbacks = [callback]
     with warnings.catch_warnings():
@@ -165,3 +168,39 @@ def test_a_target_in_training_measures_its_own_statistics():
     trainer.callbacks = [callback]
     trainer.fit(1, 0.1, valid=False)
     assert callback.key[1].num_batches_tracked == trainer.n_updates > 0
+
+
+class KeepsTrainedWeights:
+    "Of the epoch whose validation was best"
+
+    best = math.inf
+
+    def log(self, trainer):
+        loss = trainer.history.latest("valid_loss")
+        if loss < self.best:
+            self.best, self.weights = loss, copy.deepcopy(trainer.model.state_dict())
+
+    def after_fit(self, trainer):
+        trainer.model.load_state_dict(self.weights)
+
+
+class KeepsByTrainingLoss(KeepsTrainedWeights):
+    def log(self, trainer):
+        loss = trainer.history.latest("train_loss")
+        if loss < self.best:
+            self.best, self.weights = loss, copy.deepcopy(trainer.model.state_dict())
+
+
+class KeepsMeasuredWeights(KeepsTrainedWeights):
+    def log(self, trainer):
+        loss = trainer.history.latest("valid_loss")
+        if loss < self.best:
+            self.best, self.weights = loss, copy.deepcopy(trainer.EMACB.evaluated.state_dict())
+
+
+def test_weights_that_are_kept_beside_an_average_are_to_be_those_that_were_measured():
+    others = lambda: (MetricsCB(show=False), EMACB(0.9))  # noqa: E731
+    assert found_in(KeepsTrainedWeights(), *others()) == ["wrong_best"]
+    assert found_in(KeepsTrainedWeights(), MetricsCB(show=False)) == []
+    assert found_in(KeepsByTrainingLoss(), *others()) == []
+    assert found_in(KeepsMeasuredWeights(), *others()) == []

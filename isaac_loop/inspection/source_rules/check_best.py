@@ -9,6 +9,7 @@ __all__ = []
 import ast, math, re
 
 from .check_rules import line_in, method_of, methods_of, said
+from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #bc6bbd2d
@@ -196,3 +197,33 @@ def wrong_plateaus(scene):
                                    line=line_in(entry, call), other='min' if less else 'max')
             found.append(Finding('wrong_best', text, [entry.callback], spoils=True))
     return found
+
+# %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #5b1e90ae
+_NOT_MEASURED = ('{who} keeps the weights of `{model}` ({line}) for a good `{value}`, but `{average}` lets '
+                 'validation measure its average, and here the model has the trained weights again. Keep '
+                 'those of `trainer.{average}.evaluated`, or use `KeepBestCB`.')
+
+def kept_beside_average(scene):
+    "Best weights that are not those which validation has measured"
+    averages = [callback_name(cb) for cb in scene.trainer.callbacks if hasattr(type(cb), 'evaluated')]
+    found = []
+    for entry in scene.entries if averages else ():
+        tree,trainer = method_of(entry) if entry.event == 'log' else (None, '')
+        for asked in _asked(entry, tree) if tree is not None else ():
+            kept = next((o for part in asked.body for o in ast.walk(part) if _keeps(o, trainer)), None)
+            is_wrong = kept is not None and _is_measured(asked.value, tree)
+            if not is_wrong or 'evaluated' in ast.unparse(tree): continue
+            told = dict(model=f'{trainer}.model', value=ast.unparse(asked.value), average=averages[-1])
+            text = _NOT_MEASURED.format(who=said(entry), line=line_in(entry, kept), **told)
+            found.append(Finding('wrong_best', text, [entry.callback]))
+    return found
+
+def _keeps(node, trainer):
+    "Whether a line sets something to the weights of the model, or to a copy"
+    value = ast.unparse(node.value) if isinstance(node, ast.Assign) else ''
+    return f'{trainer}.model.state_dict()' in value or f'deepcopy({trainer}.model)' in value
+
+def _is_measured(value, tree):
+    "Whether a value comes from a validation, as its text says"
+    text = ' '.join([ast.unparse(value), *map(ast.unparse, _sets([tree], ast.unparse(value)))])
+    return 'valid_' in text or 'history' in text and 'train_' not in text
