@@ -9,6 +9,7 @@ __all__ = []
 from ..basics.checks import warn
 from .events import Order, STEPS, callback_name
 from .handlers import order_of
+from .left_out_bases import is_ours, left_out
 
 # %% ../../nbs/loop/36_plan_checks.ipynb #931ae9e7
 class Finding:
@@ -46,13 +47,11 @@ _TURNED = ('`{mine}` sets `order = {order}`, so in `{event}` it runs {now} `{oth
 def _own_order(cb):
     "The order that a user's subclass has turned away from, and the class that has it; None if there is none"
     kind = type(cb)
-    if _is_ours(kind): return None
-    base = next((base for base in kind.__mro__[1:] if _is_ours(base)), None)
-    has_place = any('order' in vars(o) for o in kind.__mro__ if _is_ours(o))
+    if is_ours(kind): return None
+    base = next((base for base in kind.__mro__[1:] if is_ours(base)), None)
+    has_place = any('order' in vars(o) for o in kind.__mro__ if is_ours(o))
     usual = getattr(base, 'order', 0)
     return (usual, base) if has_place and usual != order_of(cb) else None
-
-def _is_ours(kind): return kind.__module__.partition('.')[0] == 'isaac_loop'
 
 def _matters(usual, other, event):
     "Whether the order of two is more than a matter of taste: both act on the batch, or on the row"
@@ -106,12 +105,28 @@ def never_run(
             findings.append(Finding('waits_in_vain', text, [cb]))
     return findings
 
+# %% ../../nbs/loop/36_plan_checks.ipynb #f3072775
+_LEFT_OUT = ('`{own}.before_fit` does not call `super().before_fit(trainer)`, so what `{base}` makes ready there '
+             'is missing ({names}): it may do nothing, or fail later. Let it begin with that call.')
+
+def left_out_bases(
+    callbacks, # All of the trainer
+)->list: # A `Finding` for each callback
+    "Who replaces a `before_fit` of the library that makes something ready"
+    found = [(cb, left_out(type(cb))) for cb in callbacks]
+    return [Finding('base_left_out', _left_out(*of), [cb]) for cb,of in found if of is not None]
+
+def _left_out(own, base, names):
+    listed = ', '.join(f'`{name}`' for name in names[:3]) + ', ...'*(len(names) > 3)
+    return _LEFT_OUT.format(own=own.__name__, base=base.__name__, names=listed)
+
 # %% ../../nbs/loop/36_plan_checks.ipynb #493300c8
 def plan_findings(
     trainer, # Its plan is built
 )->list: # Of `Finding`
     "What the plan alone tells"
-    return turned_orders(trainer.plan.entries[True]) + never_run(trainer.plan, trainer.callbacks)
+    turned,idle = turned_orders(trainer.plan.entries[True]),never_run(trainer.plan, trainer.callbacks)
+    return turned + idle + left_out_bases(trainer.callbacks)
 
 def warn_of_findings(
     trainer, # Its plan is built

@@ -15,7 +15,7 @@ from . import check_policies, check_recipes, check_renamed, check_resumed
 from . import check_rows_read, check_rules, check_saved, check_schedules
 from . import check_skips, check_steps, check_sums, check_terms, check_ties
 from . import check_updates, check_weights, check_writing
-from ...loop.plan_checks import never_run, turned_orders
+from ...loop.plan_checks import left_out_bases, never_run, turned_orders
 
 # %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #a0d4f819
 RULES = { # By the name of what each finds
@@ -37,6 +37,7 @@ RULES |= {
     'metrics_after_report': check_orders.early_readers,
     'device_after_augment': check_orders.late_moves,
     'order_turned': lambda scene: turned_orders(scene.trainer.plan.entries[True]),
+    'base_left_out': lambda scene: left_out_bases(scene.trainer.callbacks),
     'writers_without_order': check_orders.blind_writers,
     'waits_in_vain': _in_vain,
     'return_ignored': check_orders.lost_results,
