@@ -50,11 +50,16 @@ def check_number(
     why:str, # Why nothing else will do, for the message: 'rates are compared with it'
     none:str=None, # What None means, for the message; without it None is refused
     above:float=None, # It has to be larger than this
+    least:float=None, # Or the smallest that will do
+    below:float=None, # It has to be smaller than this
 ): # The same
     "`value`, if it is a number, or an error"
     if value is None and none is not None: return value
-    if is_number(value) and (above is None or value > above): return value
-    wanted = 'a number' if above is None else f'a number above {above}'
+    limits = [(above, 'above {}', lambda o: value > o), (least, 'of {} or more', lambda o: value >= o),
+              (below, 'below {}', lambda o: value < o)]
+    limits = [limit for limit in limits if limit[0] is not None]
+    if is_number(value) and all(holds(limit) for limit,_,holds in limits): return value
+    wanted = ' '.join(['a number', ' and '.join(words.format(limit) for limit,words,_ in limits)]).strip()
     instead = '' if none is None else f', or None {none}'
     raise ValueError(f'`{name}` is {value!r}, but {why}. Use {wanted}{instead}.')
 

@@ -106,8 +106,8 @@ def never_run(
     return findings
 
 # %% ../../nbs/loop/36_plan_checks.ipynb #f3072775
-_LEFT_OUT = ('`{own}.before_fit` does not call `super().before_fit(trainer)`, so what `{base}` makes ready there '
-             'is missing ({names}): it may do nothing, or fail later. Let it begin with that call.')
+_LEFT_OUT = ('`{own}.before_fit` does not call `super().before_fit(trainer)`, so what `{base}` makes ready '
+             'there is missing ({names}): it may do nothing, or fail later. Let it begin with that call.')
 
 def left_out_bases(
     callbacks, # All of the trainer

@@ -110,7 +110,8 @@ class _Functions:
 def _get(owner, name): return owner[name] if isinstance(owner, dict) else getattr(owner, name)
 
 def _spoils(owner, name, value):
-    "Whether training with this value would spoil the weights: NaN, or a rate below 0 or without bounds"
+    "Whether training with this value would fail or spoil the weights: NaN, None, or a rate that is none"
+    if value is None and isinstance(owner, dict): return owner.get(name) is not None
     if not isinstance(value, Real): return False
     return math.isnan(value) or (isinstance(owner, dict) and name == 'lr' and not -1e-12 <= value < math.inf)
 
@@ -128,7 +129,8 @@ def _assign(owner, name, value):
 
 # %% ../../nbs/schedule/50_attribute_schedule.ipynb #dbfe5aec
 _SPOILS = ('The function that `{cb}` has for `{target}` gives {value} at {unit} {place:g}, and training '
-           'with that would spoil the weights. Look at what the function does there.')
+           'with that would {harm}')
+_HARMS = 'spoil the weights. Look at what the function does there.','fail. Does it lack a `return`?'
 
 class AttributeSchedulerCB(_Functions):
     "Let attributes of the optimizer, of modules or of other objects follow functions of progress"
@@ -172,8 +174,8 @@ class AttributeSchedulerCB(_Functions):
 
     def _refuse(self, target, value, place):
         "Say which function gives a value that would spoil the weights"
-        cb,unit = callback_name(self),self.unit
-        raise ValueError(_SPOILS.format(cb=cb, target=target, value=value, unit=unit, place=place))
+        told = dict(cb=callback_name(self), target=target, value=value, unit=self.unit, place=place)
+        raise ValueError(_SPOILS.format(harm=_HARMS[value is None], **told))
 
     def state_dict(self)->dict: # How many updates there were, and the values in use as far as they are plain
         "Where the schedule stands, for `load_state_dict`"

@@ -17,7 +17,7 @@ from ..loop.optimizer import check_opt_name
 from ..state.keeps_state import check_same_monitor
 from ..basics.checks import check_choice, check_count, check_number, is_number, warn
 from ..train.optimizer_options import put_option, rates_of
-from .scheduler_checks import check_curve, check_options, check_rates, try_out
+from .scheduler_checks import check_curve, check_options, check_rates, check_waits, try_out
 
 # %% ../../nbs/schedule/30_plateau.ipynb #fc798840
 _NO_EPOCHS = '`epochs` is empty, so the rate would never be reduced. Name some, or leave the callback out.'
@@ -76,7 +76,9 @@ class PlateauSchedulerCB(EpochSchedulerCB):
     ):
         check_options(self, kwargs)
         kwargs['mode'] = mode_of(monitor, mode)
-        check_curve(kwargs, ('factor', 'patience', 'threshold', 'cooldown', 'eps'), ('min_lr',))
+        check_curve(kwargs, ('factor', 'threshold'))
+        check_curve(kwargs, ('eps',), ('min_lr',), least=0)
+        check_waits(kwargs, ('patience', 'cooldown'))
         check_choice(kwargs['mode'], 'mode', ('min', 'max'))
         if not kwargs.get('factor', 0.1) > 0: raise ValueError(_NO_FACTOR.format(factor=kwargs['factor']))
         check_choice(kwargs.get('threshold_mode', 'rel'), 'threshold_mode', ('rel', 'abs'))

@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ..loop.events import callback_name
-from ..basics.checks import check_number, did_you_mean, warn
+from ..basics.checks import check_number, did_you_mean, is_number, warn
 from ..train.optimizer_options import rates_of
 
 # %% ../../nbs/schedule/60_scheduler_checks.ipynb #ba49d6e3
@@ -93,12 +93,22 @@ def check_options(cb, options):
         listed,hint = ', '.join(f'`{o}`' for o in known),did_you_mean(name, known)
         raise TypeError(_NO_KEYWORD.format(cb=type(cb).__name__, name=name, hint=hint, listed=listed))
 
-def check_curve(options, numbers, by_group=()):
-    "Refuse options that are no numbers; those `by_group` may be lists with a number for each group"
+def check_curve(options, numbers, by_group=(), **limits):
+    "Refuse options that are no numbers, or beyond limits; those `by_group` may be lists with one for each"
     for name in [*numbers, *by_group]:
-        given = options.get(name, 0.)
-        several = name in by_group and isinstance(given, (list, tuple))
-        for x in given if several else [given]: check_number(x, name, 'the rate is computed with it')
+        given = options[name] if name in options else ()
+        several = name in by_group and isinstance(given, (list, tuple)) or name not in options
+        for x in given if several else [given]: check_number(x, name, _COMPUTED, **limits)
+
+_COMPUTED = 'the rate is computed with it'
+_NO_WAIT = '`{name}` is {n!r}, but values are waited for. Use a whole number of 0 or more, or `math.inf`.'
+
+def check_waits(options, names):
+    "Refuse what is no number of values to wait for"
+    for name in names:
+        n = options.get(name, 0)
+        if not (is_number(n) and n >= 0 and (n == math.inf or n == int(n))):
+            raise ValueError(_NO_WAIT.format(name=name, n=n))
 
 def try_out(make, options, **fixed):
     "Let torch check the `options` of a scheduler, where they say nothing about single groups"

@@ -41,7 +41,9 @@ class OneCycleSchedulerCB(BatchSchedulerCB):
         check_options(self, kwargs)
         check_flags(**{o: kwargs[o] for o in ('cycle_momentum', 'three_phase') if o in kwargs})
         momenta = ('base_momentum', 'max_momentum') if kwargs.get('cycle_momentum', True) else ()
-        check_curve(kwargs, ('pct_start', 'div_factor', 'final_div_factor'), momenta)
+        check_curve(kwargs, ('pct_start',))
+        check_curve(kwargs, ('div_factor', 'final_div_factor'), above=0)
+        check_curve(kwargs, (), momenta, least=0, below=1)
         try_out(lr_scheduler.OneCycleLR, kwargs, max_lr=1., total_steps=10)
         self.opt,self.options = check_opt_name(opt),kwargs
 

@@ -109,8 +109,8 @@ _NOT_ONE_LIMIT = ('`ClipGradCB` got {given}, and cannot tell how to clip. Give i
                   '`max_value`, `adaptive`; for two, use two callbacks with a `name` and a `column` each.')
 _NO_LIMIT = ('`{kind}` is {limit!r}, and with that no gradient would be left to learn from. Use a number '
              'above 0.')
-_NO_NORM = ('`norm_type` is {!r}, but it is the exponent of a norm. Use a number such as 2, or `math.inf` '
-            'for the largest gradient.')
+_NO_NORM = ('`norm_type` is {!r}, but it is the exponent of a norm. Use a number above 0 such as 2, or '
+            '`math.inf` for the largest gradient.')
 
 def _one_limit(given):
     "The kind of clipping and its limit, or an error"
@@ -123,8 +123,10 @@ def _one_limit(given):
 
 def _checked_norm(given):
     "The kind of norm, also from a text such as 'inf'"
-    try: return float(given)
-    except (TypeError, ValueError, RuntimeError): raise ValueError(_NO_NORM.format(given)) from None
+    try: norm = math.nan if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError, RuntimeError): norm = math.nan
+    if norm > 0: return norm
+    raise ValueError(_NO_NORM.format(given))
 
 # %% ../../nbs/train/30_clipping.ipynb #f7393670
 @old_words

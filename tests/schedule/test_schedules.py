@@ -684,6 +684,15 @@ def test_factors_stay_between_bottom_and_top(decay, total, warmup, hold, cooldow
         (lambda: AttributeSchedulerCB({"momentum": lambda p: p}), "`opt.momentum`"),
         (lambda: AttributeSchedulerCB({"opt.momentum": lambda p: p}, unit="batch"), "`unit` is 'batch'"),
         (lambda: piecewise((1, 0), (0, 1)), "not in order"),
+        (lambda: OneCycleSchedulerCB(max_momentum=2.0), "`max_momentum` is 2.0.* of 0 or more and below 1"),
+        (lambda: OneCycleSchedulerCB(base_momentum=[0.9, 1.5]), "`base_momentum` is 1.5"),
+        (lambda: OneCycleSchedulerCB(div_factor=0), "`div_factor` is 0.*above 0"),
+        (lambda: OneCycleSchedulerCB(final_div_factor=0), "`final_div_factor` is 0.*above 0"),
+        (lambda: PlateauSchedulerCB(patience=-1), "`patience` is -1.*waited for"),
+        (lambda: PlateauSchedulerCB(patience=1.5), "`patience` is 1.5.*whole number of 0 or more"),
+        (lambda: PlateauSchedulerCB(cooldown=-1), "`cooldown` is -1"),
+        (lambda: PlateauSchedulerCB(min_lr=-1), "`min_lr` is -1.*0 or more"),
+        (lambda: PlateauSchedulerCB(min_lr=[0.1, -1]), "`min_lr` is -1"),
     ],
 )
 def test_mistakes_are_told_where_they_are_made(make, message):
@@ -855,6 +864,17 @@ def test_a_schedule_that_gives_no_rate_is_an_error_before_anything_is_spoilt_or_
     store = CheckpointStore(tmp_path, read_only=True)
     for o in store.list():
         assert all(0 < g["lr"] <= 1 for g in store.load(o.path)[1]["opts"]["opt"]["param_groups"])
+
+
+def test_a_function_that_gives_nothing_is_refused_by_name_and_none_may_be_meant_elsewhere():
+    "`bad operand type for unary -` came out of the step"
+    forgets = make_trainer(AttributeSchedulerCB({"opt.lr": lambda p: None}), n=4)
+    with pytest.raises(ValueError, match="for `opt.lr` gives None at progress 0.*lack a `return`"):
+        forgets.fit(1, valid=False)
+    means = {"opt.foreach": lambda p: None, "BasicTrainCB.mine": lambda p: None}
+    trainer = make_trainer(AttributeSchedulerCB(means), n=4)
+    trainer.BasicTrainCB.mine = 1
+    trainer.fit(1, valid=False)
 
 
 def test_a_value_of_nan_is_refused_for_any_attribute_and_a_rate_that_is_a_tensor_as_well():

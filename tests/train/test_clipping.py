@@ -332,6 +332,13 @@ def test_a_limit_is_a_number_above_zero(kind, limit):
         ClipGradCB(**{kind: limit})
 
 
+@pytest.mark.parametrize("norm_type", [math.nan, 0, -1, True, "nan"])
+def test_what_is_no_exponent_of_a_norm_is_refused(norm_type):
+    "With NaN all weights were NaN after one epoch"
+    with pytest.raises(ValueError, match=f"`norm_type` is {norm_type!r}.*above 0"):
+        ClipGradCB(0.5, norm_type=norm_type)
+
+
 class Words(nn.Module):
     def __init__(self, sparse):
         super().__init__()
