@@ -8,10 +8,11 @@ __all__ = []
 # %% ../../nbs/loop/28_advice.ipynb #8af88e5e
 import inspect, math, operator
 from collections.abc import Mapping
+from numbers import Real
 
 import torch
 
-from ..basics.checks import did_you_mean, warn
+from ..basics.checks import did_you_mean, is_flag, warn
 from ..basics.old_names import KEYWORDS, wrong_keyword
 from ..basics.tensors import SEQUENCES
 from .events import EVENTS, STEPS, callback_name, handler_of
@@ -50,6 +51,22 @@ def check_lr(
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f'`lr` is {lr!r}, and the first step would spoil every weight. '
                          'Use a finite number of 0 or more.')
+
+# %% ../../nbs/loop/28_advice.ipynb #20dac8d1
+_NO_FLAG = '`fit` got {what} as `{name}`, which is neither True nor False and would count as {truth}. {cure}'
+_LOADERS = ('The passes walk over `dls.train` and `dls.valid`: give the trainer `DataLoaders(train, valid)`, or '
+            'measure other data by `trainer.validate(loader)`.')
+
+def check_fit_flags(
+    **flags, # What `fit` was given, by name
+):
+    "Refuse what is no flag"
+    for name,x in flags.items():
+        if x is None or is_flag(x) or isinstance(x, Real) and x in (0, 1): continue
+        what = repr(x) if isinstance(x, (str, Real)) else f'a {type(x).__name__}'
+        cure = _LOADERS if hasattr(x, '__iter__') and not isinstance(x, str) else 'Use one of them.'
+        truth = True if isinstance(x, torch.Tensor) else bool(x) # Several numbers have none
+        raise TypeError(_NO_FLAG.format(what=what, name=name, truth=truth, cure=cure))
 
 # %% ../../nbs/loop/28_advice.ipynb #6c0f9b0c
 _NO_PASS = '`train=False, valid=False` leaves nothing to do in an epoch. Set at least one of them to True.'
@@ -127,6 +144,7 @@ def check_fit(
     lr, # As given to `fit`
     train:bool, # As given to `fit`
     valid:bool, # As given to `fit`
+    keep_opt:bool, # As given to `fit`
     unknown:dict, # Further keywords, of which there should be none
 )->int: # The number of epochs
     "Refuse arguments of `fit` that could not work, before anything has begun"
@@ -138,6 +156,8 @@ def check_fit(
         for name in sorted(_SET.keys() & vars(trainer).keys()): warn(_SET_IN_VAIN.format(name, _SET[name]))
     n_epochs = check_epochs(n_epochs)
     check_lr(lr)
+    are_bools = type(train) is type(valid) is type(keep_opt) is bool # As a rule
+    if not are_bools: check_fit_flags(train=train, valid=valid, keep_opt=keep_opt)
     check_passes(trainer.dls, train, valid)
     if valid: warn_of_dropped(trainer)
     return n_epochs

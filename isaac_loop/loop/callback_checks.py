@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from types import FunctionType, MethodType
 
-from ..basics.checks import did_you_mean, warn
+from ..basics.checks import check_flag, did_you_mean, warn
 from ..basics.old_names import EVENT_NAMES, FLAGS, FOREIGN_EVENTS, called_here
 from .events import EVENTS, ROW_EVENTS, STEPS, FOREIGN, callback_name, function_name
 from .events import handler_of, is_replacing, members
@@ -20,17 +20,28 @@ from .plan_checks import names_in
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #2af85944
 _PREFIXES = ('before_', 'after_', 'cleanup_')
+_OF_SPANS = {event.partition('_')[2] for event in EVENTS if event.startswith('before_')}
 
 @lru_cache(maxsize=4096)
 def _looks_like_event(name, events):
     "Whether someone who wrote `name` must have meant an event"
-    if name.startswith(_PREFIXES) or name in EVENT_NAMES or _in_snake_case(name) in events: return True
+    if name.startswith(_PREFIXES) or name in EVENT_NAMES or _in_small_letters(name, events): return True
+    if _slip_in_prefix(name): return True
     near = [event for event in events if event.startswith(_PREFIXES)]
     return bool(get_close_matches(name, near, n=1, cutoff=0.93))
 
-def _in_snake_case(name):
-    "Such as 'before_fit' for 'beforeFit'; None for a name without capitals, and for that of a class"
-    return re.sub('[A-Z]', lambda m: f'_{m[0].lower()}', name) if not name.islower() else None
+def _in_small_letters(name, events):
+    "Such as 'before_fit' for 'beforeFit' or 'Before_fit'; None for a name without capitals"
+    if name.islower(): return None
+    snake = re.sub('[A-Z]', lambda m: f'_{m[0].lower()}', name)
+    return next((o for o in (name.lower(), snake) if o in events), None)
+
+def _slip_in_prefix(name):
+    "Whether a name is that of a span behind something like 'before', or the letters of 'after' or 'cleanup'"
+    start,_,span = name.partition('_')
+    if span not in _OF_SPANS: return False
+    turned = [sorted(o) for o in ('before', 'after', 'cleanup')] # 'alter' and 'clean' are words
+    return sorted(start) in turned or bool(get_close_matches(start, ['before'], cutoff=0.8))
 
 def _may_be_meant(name, events):
     "Whether a name is worth a closer look, which for all of them would take milliseconds"
@@ -41,7 +52,9 @@ def _misspelt(callback, events):
     function = function_name(callback)
     names = [function] if function else dir(callback)
     odd = [name for name in names if _may_be_meant(name, events) and _looks_like_event(name, events)]
-    return [name for name in odd if callable(callback if function else getattr(callback, name, None))]
+    return [name for name in odd if function or _is_method(getattr(callback, name, None))]
+
+def _is_method(x): return callable(x) and not isinstance(x, type) # `Log` may be a class
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #501d95c2
 _LAZY = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
@@ -92,6 +105,8 @@ _FOREIGN_EVENT = ('`{}` is an event of other libraries, and never runs here. Her
                   "yourself, say so by `silent = 'foreign_event'`.")
 _FLAG = 'The trainer does not look at `{}`, which is a word of fastai. Here it is {}.'
 
+_TAKES_PART = 'on_train','on_valid','in_side_runs'
+
 def check_callback(
     callback, # The candidate
     events=EVENTS, # Names it may answer
@@ -110,7 +125,10 @@ def check_callback(
         if hasattr(callback, flag) and not inspect.isroutine(getattr(callback, flag)):
             warn(_FLAG.format(f'{name}.{flag}', FLAGS[flag]))
     for event in _foreign(callback):
-        warn(_FOREIGN_EVENT.format(f'{name}.{event}', FOREIGN_EVENTS[event]))
+        here = FOREIGN_EVENTS.get(event, f'`{event.removeprefix("on_")}`')
+        warn(_FOREIGN_EVENT.format(f'{name}.{event}', here))
+    for flag in _TAKES_PART: # A text such as 'no' would count as True
+        if isinstance(getattr(callback, flag, None), str): check_flag(getattr(callback, flag), f'{name}.{flag}')
     order = order_of(callback) # An error if it is no number
     if math.isnan(order): raise TypeError(NO_ORDER.format(name=name, order=order))
 
@@ -137,16 +155,19 @@ def _says_more(name, events):
     if name in events or name in _OF_CALLBACKS: return True
     return _may_be_meant(name, events) and _looks_like_event(name, events)
 
+_WITH_ON = [f'on_{event}' for event in EVENTS if event.startswith(_PREFIXES)]
 _OF_CALLBACKS = {'order', 'silent', 'callbacks', 'on_ranks', *FLAGS, *FOREIGN_EVENTS}
 
 def _foreign(callback):
     "Methods of a class that are named after events of other libraries, and called by nobody here"
-    found = [o for o in FOREIGN_EVENTS if inspect.isroutine(getattr(type(callback), o, None))]
+    known = dict.fromkeys([*FOREIGN_EVENTS, *_WITH_ON])
+    found = [o for o in known if inspect.isroutine(getattr(type(callback), o, None))]
     return [] if found and 'foreign_event' in names_in(getattr(callback, 'silent', None)) else found
 
 def _meant(wrong, events):
     "What to write instead of `wrong`, if one can guess it"
-    if _in_snake_case(wrong) in events: return f' Did you mean `{_in_snake_case(wrong)}`?'
+    small = _in_small_letters(wrong, events)
+    if small: return f' Did you mean `{small}`?'
     return called_here(wrong, EVENT_NAMES) or did_you_mean(wrong, events)
 
 def _check_answer(callback, name, event):
@@ -172,7 +193,7 @@ def check_trainer_class(
     "Raise an error for methods of `trainer_class` that look like events and would never run, or could not"
     found = {name: f for cls in reversed(trainer_class.__mro__) for name,f in vars(cls).items()}
     for name,f in found.items():
-        if not callable(f): continue
+        if not _is_method(f): continue
         where = f'{trainer_class.__name__}.{name}'
         if name in STEPS and hasattr(f, 'span'): raise ValueError(_STEP_IS_SPAN.format(where, name))
         if _may_be_meant(name, events) and _looks_like_event(name, events):

@@ -72,7 +72,7 @@ class Trainer(ByName):
         "Train and validate for `n_epochs`; callbacks do all the work"
         outer = self._fitting # In a fit inside another, which is refused, that one
         try:
-            n_epochs = advice.check_fit(self, n_epochs, lr, train, valid, unknown)
+            n_epochs = advice.check_fit(self, n_epochs, lr, train, valid, keep_opt, unknown)
             with one_fit(self, n_epochs, lr, callbacks, train, keep_opt): self._fit(train, valid)
         except BaseException as error:
             notes.leave_out_loop(error) # Its traceback shows what was called, not how the loop came there

@@ -1256,6 +1256,39 @@ def test_an_event_with_capitals_is_refused():
         CamelTrainer([], F.mse_loss, optim.SGD, nn.Linear(1, 1), BasicTrainCB())
 
 
+def callback_with(*names):
+    return type("OwnCB", (), {name: lambda self, trainer: None for name in (*names, "before_step")})()
+
+
+MISSPELT = {
+    "Before_fit": "before_fit",
+    "After_batch": "after_batch",
+    "Log": "log",
+    "bofore_batch": "before_batch",
+    "atfer_epoch": "after_epoch",
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_an_event_with_a_slip_at_its_beginning_is_refused_beside_a_real_one(name):
+    with pytest.raises(ValueError, match=f"`OwnCB.{name}` is not an event.*Did you mean `{MISSPELT[name]}`"):
+        trainer_with(callback_with(name))
+
+
+def test_an_event_behind_on_is_told_of_and_so_it_is_called_here():
+    with pytest.warns(UserWarning, match="`OwnCB.on_after_batch` is an event of.*Here it is `after_batch`"):
+        trainer_with(callback_with("on_after_batch"))
+
+
+def test_helpers_of_ones_own_may_be_called_as_they_like():
+    helpers = "alter_batch", "clean_batch", "clear_epoch", "bore", "border_step", "on_batch", "Logs", "Tell"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callback = callback_with(*helpers)
+        type(callback).Log = type("Log", (), {})  # A class
+        trainer_with(callback)
+
+
 class ForgetsToBeMade(Trainer):
     def __init__(self):
         self.mine = 1
