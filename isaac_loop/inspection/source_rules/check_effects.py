@@ -10,6 +10,7 @@ import ast
 
 from .check_rules import call_alone, line_in, method_of, pairs_of, said
 from .check_rules import users_own
+from .check_writing import one_letter
 from ...loop.events import callback_name
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
@@ -26,7 +27,7 @@ _VALUES = {'clamp', 'clip', 'mul', 'div', 'add', 'sub', 'abs', 'neg', 'sqrt', 'p
 _MODULES = 'torch','F','torch.nn.functional','nn.functional'
 _MOVES = {'to', 'cuda', 'cpu'}
 _CALLS = {'zero_grad', 'step', 'backward', 'train', 'eval', 'item', 'update', 'reset', 'detach', 'clear',
-          'close', 'flush'}
+          'close', 'flush', 'request_stop'}
 _SOURCES = 'batch', 'preds', 'loss', 'model.parameters', 'model.named_parameters', 'opt.param_groups'
 
 def lost_values(scene):
@@ -135,6 +136,7 @@ _SETTINGS = {'orders': 'order', 'ordre': 'order', 'oder': 'order', 'odrer': 'ord
              'on_validate': 'on_valid',
              'on_eval': 'on_valid', 'on_training': 'on_train', 'onvalid': 'on_valid', 'ontrain': 'on_train',
              'silents': 'silent', 'silence': 'silent'}
+_FLAGS = 'on_train','on_valid','on_ranks','in_side_runs'
 _OF_GROUPS = {'lr', 'weight_decay', 'momentum', 'betas', 'eps', 'learning_rate'}
 
 def unread_settings(scene):
@@ -162,9 +164,10 @@ def _misspelt(scene):
         trees = [method_of(o)[0] for o in scene.entries if o.callback is cb]
         nodes = [item for tree in trees if tree is not None for item in ast.walk(tree)]
         used = {o.attr for o in nodes if isinstance(o, ast.Attribute)}
-        for name in _SETTINGS.keys() & held - used:
-            if _SETTINGS[name] in held: continue
-            text = _SETTING.format(who=callback_name(cb), name=name, meant=_SETTINGS[name])
+        for name in sorted(held - used):
+            meant = _SETTINGS.get(name) or next((o for o in _FLAGS if one_letter(name, o)), None)
+            if meant is None or meant in held: continue
+            text = _SETTING.format(who=callback_name(cb), name=name, meant=meant)
             found.append(Finding('unread_setting', text, [cb]))
     return found
 

@@ -171,6 +171,17 @@ def _returned(f):
     made = [value for value in values if isinstance(value, (ast.Name, ast.Tuple, ast.Subscript))]
     return next((ast.unparse(value) for value in made if getattr(value, 'id', None) not in given), None)
 
+def _formula(entry):
+    "What a method computes of loss, predictions or batch and returns, and of which of them it does not set"
+    node,trainer = method_of(entry)
+    values = _values_of(node) if isinstance(node, ast.FunctionDef) else []
+    for value in [o for o in values if isinstance(o, (ast.BinOp, ast.UnaryOp))]:
+        read = {o.attr for o in ast.walk(value) if getattr(getattr(o, 'value', None), 'id', None) == trainer
+                                                   and isinstance(o, ast.Attribute)}
+        name = next((o for o in ('loss', 'preds', 'batch') if o in read), None)
+        if name and name not in entry.found.writes: return ast.unparse(value),name
+    return None,None
+
 def _not_set(entry):
     "What a step returns, of whatever form, that is not set on the trainer"
     name,(node,trainer) = _SETS[entry.event],method_of(entry)
@@ -193,9 +204,10 @@ def lost_results(scene):
         if entry.callback is None or isinstance(entry.callback, TrainersOwn): continue
         is_step = entry.event in _SETS and not entry.found.unclear
         f = function_of(handler_of(entry.callback, entry.event))[0]
-        what = _not_set(entry) if is_step else _returned(f)
+        what,name = _not_set(entry) if is_step else _returned(f),_SETS.get(entry.event, 'batch')
+        if what is None and not is_step: what,name = _formula(entry)
         if what is None: continue
-        text = _RETURNED.format(who=said(entry), what=what, name=_SETS.get(entry.event, 'batch'))
+        text = _RETURNED.format(who=said(entry), what=what, name=name)
         found.append(Finding('return_ignored', text, [entry.callback]))
     return found
 

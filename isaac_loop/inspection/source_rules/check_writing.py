@@ -88,25 +88,32 @@ _SLIP = ('{who} writes `trainer.{name}` ({line}), and nobody reads that. Did you
          'not, keep it on the callback, as `self.{name}`.')
 _WORDS = {'mode', 'modes', 'node', 'path', 'paths', 'bath', 'back', 'late', 'boss', 'moss', 'loose'}
 
-def _one_letter(a, b):
+def one_letter(
+    a:str, # A name
+    b:str, # Another
+)->bool:
     "Whether two names differ by one letter: another, one too many, or two that have changed places"
     if abs(len(a)-len(b)) > 1 or a == b: return False
     short,long = sorted((a, b), key=len)
     if len(short) < len(long): return any(long[:i]+long[i+1:] == short for i in range(len(long)))
     wrong = [i for i,(x,y) in enumerate(zip(a, b)) if x != y]
-    return len(wrong) == 1 or len(wrong) == 2 and wrong[1] == wrong[0]+1 and a[wrong[0]] == b[wrong[1]]
+    if len(wrong) != 2 or wrong[1] != wrong[0]+1: return len(wrong) == 1
+    i,j = wrong
+    return a[i] == b[j] and a[j] == b[i]
 
 def _is_word(name, known):
     "Whether a name is one of its own, such as `loss2`, `loss_` or `models`"
     plural = name == f'{known}s' and not known.endswith(('s', 'h', 'x'))
     return name in _WORDS or plural or not name.replace('_', '').isalpha() or name.strip('_') in STATE
 
+def _is_plural(name): return name.endswith('s') and not name.endswith('ss') # `loss` is none
+
 def _meant(name):
     "The known attributes that somebody has probably meant by `name`, as text; empty for a word of its own"
-    near = [known for known in STATE if len(known) > 3 and _one_letter(name, known)]
+    near = [known for known in STATE if len(known) > 3 and one_letter(name, known)]
     near = [known for known in near if known.startswith(name[0]) and not _is_word(name, known)]
     cut = [known for known in near if known[:-1] == name and name not in OF_TRAINER] # Such as `batche`
-    meant = [known for known in near if known not in cut or not known.endswith('s')]
+    meant = [known for known in near if known not in cut or not _is_plural(known)]
     return ' or '.join(f'`trainer.{known}`' for known in meant)
 
 def slips(scene):
@@ -124,10 +131,13 @@ def slips(scene):
     return list(found.values())
 
 # %% ../../../nbs/inspection/source_rules/08_check_writing.ipynb #ad8353a1
-_NEARLY = ('`{who}.{name}` is nearly `{event}`, and nobody calls it, so it never runs. Did you mean '
+_NEARLY = ('`{who}.{name}` is {nearly} `{event}`, and nobody calls it, so it never runs. Did you mean '
            '`{event}`? If you call it yourself, say so by {how}.')
 _PREFIXES = ('before_', 'after_', 'cleanup_')
 _OWN_WAYS = 'one_batch','one_epoch' # What a subclass of the trainer may do in its own way
+_BOUNDS = {'begin': 'before', 'start': 'before', 'end': 'after'}
+_ELSEWHERE = {f'{span}_{word}': f'{bound}_{span}' for span in ('batch', 'epoch', 'fit', 'step')
+              for word,bound in _BOUNDS.items()}
 
 def _users_classes(kind): return [o for o in kind.__mro__ if package_of(o) not in ('isaac_loop', 'builtins')]
 
@@ -164,7 +174,8 @@ def _nearly(kind, names, n):
     classes = _users_classes(kind)
     own = {name: f for held in map(vars, reversed(classes)) for name,f in held.items()}
     for name,f in own.items():
-        near = next((o for o in names if _one_letter(name, o) and name[0] == o[0] and name != 'stop'), None)
+        near = next((o for o in names if one_letter(name, o) and name[0] == o[0] and name != 'stop'), None)
+        if near is None and n == 2: near = _ELSEWHERE.get(name)
         if name in names or near is None or near in own or not _called_with(f, n): continue
         held = [x for other in classes for x in vars(other).values() if isinstance(x, FunctionType)]
         if any(name in _names_used(o.__code__) for o in held) or _is_called(f, name): continue
@@ -182,7 +193,8 @@ def nearly_events(scene):
 
 def _nearly_said(who, name, event, cb=None):
     how = "`check(ignore='nearly_event')`" if cb is None else "`silent = 'nearly_event'` on the callback"
-    text = _NEARLY.format(who=who, name=name, event=event, how=how)
+    nearly = 'another word for' if name in _ELSEWHERE else 'nearly'
+    text = _NEARLY.format(who=who, name=name, nearly=nearly, event=event, how=how)
     spoils = event in (*STEPS, *_OWN_WAYS) and len(event) > 4 and name != f'{event}s'
     return Finding('nearly_event', text, [] if cb is None else [cb], spoils=spoils)
 
