@@ -59,6 +59,54 @@ def _bare(trainer):
         told = dict(trainer=type(trainer).__name__, kind=type(value).__name__, part=part)
         if not isinstance(value, SEQUENCES): yield _BARE.format(**told)
 
+# %% ../../nbs/train/08_failed_steps.ipynb #e5d74146
+_DEVICES = ('Not all is on one device: {places}. Add `DeviceCB()`, which moves model, loss function and every '
+            'batch; or move what is elsewhere by `.to(device)`.')
+_OF_DEVICES = re.compile('device|cuda', re.IGNORECASE)
+
+def _devices(trainer, event, error):
+    "What is where, if that differs and the error is about devices"
+    if not isinstance(error, RuntimeError) or not _OF_DEVICES.search(str(error)): return
+    try: inputs,targets = trainer.split(trainer.batch)
+    except Exception: return # Then this is the error already
+    if event == 'predict': parts = {'the model': held_tensors(trainer.model), 'the inputs': inputs}
+    else: parts = {'the predictions': [getattr(trainer, 'preds', None)], 'the targets': targets,
+                   'the weights of the loss function': held_tensors(trainer.loss_func)}
+    places = {name: _places(tensors) for name,tensors in parts.items()}
+    places = {name: place for name,place in places.items() if place}
+    if len(set(places.values())) < 2: return
+    yield _DEVICES.format(places=', '.join(f'{name} on {place}' for name,place in places.items()))
+
+def held_tensors(
+    x, # A module, or anything else
+)->list: # Parameters and buffers
+    "The tensors that a module works with"
+    return [*x.parameters(), *x.buffers()] if isinstance(x, torch.nn.Module) else []
+
+def _places(tensors):
+    found = [str(x.device) for x in tensors if torch.is_tensor(x)]
+    return ' and '.join(dict.fromkeys(found))
+
+# %% ../../nbs/train/08_failed_steps.ipynb #1b580358
+_IDS = ('The ids in the inputs go from {low} to {high}, and {tables}. A table of n rows has those from 0 to '
+        'n-1: make it larger (`num_embeddings`), or look at what makes the ids.')
+
+def _ids(trainer, error):
+    "Which ids were asked for, and what tables there are, if an embedding had none for one"
+    of_table = isinstance(error, IndexError) and 'index out of range in self' in str(error)
+    if not of_table or not isinstance(trainer.model, torch.nn.Module): return
+    tables = {name: m.num_embeddings for name,m in trainer.model.named_modules()
+              if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag))}
+    try: ids = [x for x in trainer.split(trainer.batch)[0] if torch.is_tensor(x) and _is_whole(x)]
+    except Exception: return # Then this is the error already
+    if not tables or not ids: return
+    low,high = min(int(x.min()) for x in ids),max(int(x.max()) for x in ids)
+    if low >= 0 and high < min(tables.values()): return # They were made in the model
+    rows = ', '.join(f'`{name or type(trainer.model).__name__}` has {n:,} rows' for name,n in tables.items())
+    yield _IDS.format(low=low, high=high, tables=rows)
+
+def _is_whole(x): return x.numel() and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
 # %% ../../nbs/train/08_failed_steps.ipynb #c109496b
 _DTYPES = ('Of this batch the model got {inputs}, and the targets are {targets}; parameters of the model are '
            '{own}. Numbers of NumPy and pandas are float64 until `.float()` makes them float32. As class '
@@ -97,6 +145,8 @@ def reasons(
         yield from parts
         if not parts and event == 'predict' and 'positional argument' in wrong_call: yield _N_INP
     if event in ('predict', 'get_loss', 'backward'): yield from _dtypes(trainer, error)
+    if event in ('predict', 'get_loss'): yield from _devices(trainer, event, error)
+    if event == 'predict': yield from _ids(trainer, error)
     name = 'opt' if event in ('step', 'zero_grad') else 'model'
     held = vars(trainer).get(name)
     if isinstance(held, (list, tuple, dict)): yield _SEVERAL.format(name=name, kind=type(held).__name__)

@@ -286,6 +286,61 @@ def test_types_of_numbers_that_do_not_fit_stand_side_by_side(x, y, loss_func, to
     assert sum(bool(re.search(told, o)) for o in caught.value.__notes__) == 1
 
 
+X, Y = torch.ones(4, 3), torch.ones(4).long()
+ELSEWHERE = dict(device="meta")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "model", "loss_func", "told"),
+    [
+        (X, Y, nn.Linear(3, 2, **ELSEWHERE), F.cross_entropy, "the model on meta, the inputs on cpu"),
+        (X.to("meta"), Y, nn.Linear(3, 2), F.cross_entropy, "the model on cpu, the inputs on meta"),
+        (X, Y.to("meta"), nn.Linear(3, 2), F.cross_entropy, "the predictions on cpu, the targets on meta"),
+        (
+            X,
+            Y,
+            nn.Linear(3, 2),
+            nn.CrossEntropyLoss(weight=torch.ones(2, **ELSEWHERE)),
+            "the targets on cpu, the weights of the loss function on meta",
+        ),
+    ],
+    ids=["model", "inputs", "targets", "weights of the loss"],
+)
+def test_what_is_on_another_device_is_named_with_the_cure(x, y, model, loss_func, told):
+    trainer = make_trainer([(x, y)], BasicTrainCB())
+    trainer.model, trainer.loss_func = model, loss_func
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(1, valid=False)
+    assert sum(told in o and "Add `DeviceCB()`" in o for o in caught.value.__notes__) == 1
+
+
+def words_trainer(model, ids):
+    trainer = make_trainer([(torch.tensor(ids), torch.ones(2, 1))], BasicTrainCB())
+    trainer.model = nn.Sequential(model, nn.Flatten(), nn.Linear(6, 1))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [([[1, 2], [3, 12]], "from 1 to 12, and `0` has 10"), ([[1, 2], [3, -1]], "from -1 to 3")],
+)
+def test_an_id_that_an_embedding_has_no_row_for_is_told_with_the_size_of_the_table(ids, told):
+    with pytest.raises(IndexError) as caught:
+        words_trainer(nn.Embedding(10, 3), ids).fit(1, valid=False)
+    assert sum(told in o for o in caught.value.__notes__) == 1
+
+
+class ListOfWords(nn.Embedding):
+    def forward(self, x):
+        return [x][1]
+
+
+def test_an_index_of_a_list_is_not_taken_for_an_id():
+    with pytest.raises(IndexError) as caught:
+        words_trainer(ListOfWords(3, 3), [[1, 2], [3, 12]]).fit(1, valid=False)
+    assert not any("The ids" in o for o in caught.value.__notes__)
+
+
 def test_several_optimizers_or_models_in_one_place_are_explained():
     trainer = make_trainer(make_batches(), BasicTrainCB())
     trainer.opt_func, trainer.opt = None, [optim.SGD(trainer.model.parameters(), 0.1)]
