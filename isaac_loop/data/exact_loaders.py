@@ -6,11 +6,13 @@
 __all__ = ['ExactLoader', 'exact_loader']
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #1f047e06
+import inspect
+
 import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..basics.checks import check_flag, check_function, warn
+from ..basics.checks import check_count, check_flag, check_function, did_you_mean, warn
 from .in_memory import READS, device_of, held_rows, taken
 from .replay_loaders import ReplayLoader
 from .resumable_loaders import READING, Resumable, all_well, changes, check_same, dismiss
@@ -194,17 +196,29 @@ _NO_DATASET = ('`dataset` is a {kind}, which gives batches one after the other, 
                '`ReplayLoader(loader)`.')
 _NO_DATA = ('`dataset` is {dataset!r}, which has neither rows by number nor any to iterate over, so there is '
             'nothing to load. Pass a dataset, a list of rows, or a stream of them.')
+_A_CLASS = '`dataset` is the class `{kind}`, which has no rows. Make one: `{kind}(...)`.'
 _NO_ROWS = ('`dataset` is a {kind}, which has a length but no rows by number. Give it a `__getitem__`, or '
             'make a list of it.')
 
 def _check_dataset(dataset):
     "Refuse what is no dataset"
     kind = type(dataset).__name__
+    if isinstance(dataset, type): raise TypeError(_A_CLASS.format(kind=dataset.__name__))
     gives_batches = isinstance(dataset, DataLoader) or hasattr(dataset, '__next__')
     if gives_batches: raise TypeError(_NO_DATASET.format(kind=kind))
     has_rows = hasattr(dataset, '__getitem__') or hasattr(dataset, '__getitems__')
     if not has_rows and not hasattr(dataset, '__iter__'): raise TypeError(_NO_DATA.format(dataset=dataset))
     if not _is_endless(dataset) and not has_rows: raise TypeError(_NO_ROWS.format(kind=kind))
+
+_NO_KEYWORD = '`exact_loader` got the keyword `{name}`, which nobody takes, so it would have no effect.{hint}'
+
+def _check_keywords(kwargs):
+    "Refuse a keyword that neither loader has"
+    makers = exact_loader,ExactLoader,DataLoader
+    known = {name for f in makers for name in inspect.signature(f).parameters} - {'kwargs'}
+    unknown = [name for name in kwargs if name not in known]
+    if not unknown: return
+    raise TypeError(_NO_KEYWORD.format(name=unknown[0], hint=did_you_mean(unknown[0], known)))
 
 def _is_endless(dataset): return isinstance(dataset, IterableDataset) or not hasattr(dataset, '__len__')
 
@@ -222,6 +236,8 @@ def exact_loader(
     "A loader whose batches can be found again"
     _check_dataset(dataset)
     check_flag(shuffle, 'shuffle')
+    _check_keywords(kwargs)
+    check_count(num_workers, 'num_workers', 'so many processes read', least=0)
     if collate_fn is not None: check_function(collate_fn, 'collate_fn', 'rows')
     options = dict(drop_last=drop_last, num_workers=num_workers, collate_fn=collate_fn, **kwargs)
     if _is_endless(dataset): held_rows(dataset, collate_fn, in_memory or False) # A stream cannot be kept

@@ -192,6 +192,8 @@ class ReportCB(_AfterPassCB):
         self.sets,self.prepare,self.with_loss = _named_sets(dl),prepare,False
         self._dl = dl
         self.functions,self.named = functions,{k: function_of(k, m) for k,m in named.items()}
+        for k,f in self.named.items():
+            if not isinstance(f, UpdatedMetric): check_function(f, k, 'preds', 'targets')
 
     def before_fit(self, trainer):
         "Look at names and data"
@@ -227,6 +229,7 @@ def _check_report(functions, named):
     if not functions and not named: raise ValueError(_NO_FUNCTION)
     for f in functions:
         if not callable(f): raise TypeError(_NOT_CALLABLE.format(f))
+        check_function(f, callback_name(f), 'preds', 'targets')
 
 def _given(returned):
     "The columns that a function without a name has returned"

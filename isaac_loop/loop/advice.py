@@ -54,8 +54,8 @@ def check_lr(
 
 # %% ../../nbs/loop/28_advice.ipynb #20dac8d1
 _NO_FLAG = '`fit` got {what} as `{name}`, which is neither True nor False and would count as {truth}. {cure}'
-_LOADERS = ('The passes walk over `dls.train` and `dls.valid`: give the trainer `DataLoaders(train, valid)`, or '
-            'measure other data by `trainer.validate(loader)`.')
+_LOADERS = ('The passes walk over `dls.train` and `dls.valid`: give the trainer `DataLoaders(train, valid)`, '
+            'or measure other data by `trainer.validate(loader)`.')
 
 def check_fit_flags(
     **flags, # What `fit` was given, by name

@@ -128,7 +128,8 @@ def check_callback(
         here = FOREIGN_EVENTS.get(event, f'`{event.removeprefix("on_")}`')
         warn(_FOREIGN_EVENT.format(f'{name}.{event}', here))
     for flag in _TAKES_PART: # A text such as 'no' would count as True
-        if isinstance(getattr(callback, flag, None), str): check_flag(getattr(callback, flag), f'{name}.{flag}')
+        value = getattr(callback, flag, None)
+        if isinstance(value, str): check_flag(value, f'{name}.{flag}')
     order = order_of(callback) # An error if it is no number
     if math.isnan(order): raise TypeError(NO_ORDER.format(name=name, order=order))
 

@@ -23,13 +23,23 @@ def own_spans(
     found = {f.span.name: f for f in methods if isinstance(getattr(f, 'span', None), Span)}
     return {name: f for name,f in found.items() if name not in SPANS}
 
+_NO_NAMES = ('`{cls}.events` is {events!r}, and events are called by their names. Let it be a tuple of '
+             "texts, such as `('after_draw',)`.")
+
+def _declared(cls, events):
+    "The names of events that a class declares as its `events`"
+    if isinstance(events, str): return (events,)
+    names = list(events) if hasattr(events, '__iter__') else [events]
+    if all(isinstance(name, str) for name in names): return names
+    raise TypeError(_NO_NAMES.format(cls=cls.__name__, events=events))
+
 def own_events(
     trainer_class:type, # May have `events`, a name or several
     spans:dict, # Its own spans
 )->tuple: # Names, each once
     "Events that `trainer_class` declares, and those of its own `spans`"
-    declared = [vars(o).get('events', ()) for o in reversed(trainer_class.__mro__)]
-    names = [event for some in declared for event in ((some,) if isinstance(some, str) else some)]
+    declared = [(o, vars(o).get('events', ())) for o in reversed(trainer_class.__mro__)]
+    names = [event for cls,some in declared for event in _declared(cls, some)]
     for f in spans.values(): names += [f.span.before, f.span.name, f.span.after, f.span.cleanup]
     return tuple(event for event in dict.fromkeys(names) if event not in EVENTS)
 

@@ -20,6 +20,8 @@ _AN_OPTIMIZER = ('`opt_func` is an optimizer, but each fit makes its own. '
                  'Pass the class, `{}`, or None and set `trainer.opt`.')
 _WRONG_ORDER = ('{}, so nothing could be trained with it. The order is '
                 '`Trainer(dls, loss_func, opt_func, model, callbacks)`, with a model that has been made.')
+_NO_OPT_FUNC = ('`opt_func` is {!r}, and each fit calls it with parameters and a rate. Pass a class, such as '
+                '`torch.optim.SGD`, or a function.')
 _LOSS_CLASS = ('`loss_func` is the class `{0}`, and calling it would make a module instead of a loss. '
                'Make one: `{0}()`.')
 
@@ -35,6 +37,7 @@ def check_new_trainer(
     if isinstance(model, (int, float)): raise TypeError(_WRONG_ORDER.format(f'`model` is {model!r}'))
     if getattr(model, '__module__', None) == 'torch.nn.functional':
         raise TypeError(_WRONG_ORDER.format(f'`model` is the function `{model.__name__}`'))
+    if isinstance(opt_func, str): raise TypeError(_NO_OPT_FUNC.format(opt_func))
     if isinstance(opt_func, torch.optim.Optimizer): raise TypeError(_AN_OPTIMIZER.format(made_of))
     if isinstance(model, type):
         raise TypeError(_WRONG_ORDER.format(f'`model` is the class `{model.__name__}`'))

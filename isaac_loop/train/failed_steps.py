@@ -60,8 +60,8 @@ def _bare(trainer):
         if not isinstance(value, SEQUENCES): yield _BARE.format(**told)
 
 # %% ../../nbs/train/08_failed_steps.ipynb #e5d74146
-_DEVICES = ('Not all is on one device: {places}. Add `DeviceCB()`, which moves model, loss function and every '
-            'batch; or move what is elsewhere by `.to(device)`.')
+_DEVICES = ('Not all is on one device: {places}. Add `DeviceCB()`, which moves model, loss function and '
+            'every batch; or move what is elsewhere by `.to(device)`.')
 _OF_DEVICES = re.compile('device|cuda', re.IGNORECASE)
 
 def _devices(trainer, event, error):

@@ -1,6 +1,7 @@
-"Slips in names and results that go nowhere: what the check finds beside the usual ones, and what it lets alone."
+"Slips in names and results that go nowhere: what the check finds, and what it lets alone."
 
 import pytest
+from torch import optim
 
 from inspected import make_trainer
 
@@ -30,7 +31,7 @@ class ReturnsTurnedCB:
 class NamesStopCB:
     def after_batch(self, trainer):
         if trainer.batch_num > 100:
-            trainer.request_stop
+            trainer.request_stop  # noqa: B018
 
 
 class BatchEndCB:
@@ -84,3 +85,23 @@ class SetsAndReturnsCB:
 @pytest.mark.parametrize("cls", [OwnNamesCB, SetsAndReturnsCB])
 def test_names_and_results_of_ones_own_are_let_alone(cls):
     assert list(make_trainer([cls()]).check(batches=0)) == []
+
+
+def twice(params, lr):
+    rate = 2 * lr
+    return optim.SGD(params, rate)
+
+
+def of_groups(params, lr):
+    return optim.SGD([dict(params=[p], lr=rate) for p, rate in zip(params, [lr] * 9)])
+
+
+def test_a_rate_that_the_maker_of_the_optimizer_does_not_look_at_is_found():
+    "`fit(lr=...)` changed nothing"
+    (finding,) = make_trainer([], opt_func=lambda p, lr: optim.SGD(p, 0.1)).check()
+    assert finding.name == "unread_rate" and "does not use it" in finding.text
+
+
+@pytest.mark.parametrize("opt_func", [twice, of_groups, optim.Adam, lambda p, _: optim.SGD(p, 0.1)])
+def test_a_rate_that_is_used_or_meant_to_be_left_out_is_let_alone(opt_func):
+    assert list(make_trainer([], opt_func=opt_func).check()) == []

@@ -110,7 +110,8 @@ class ByMethodCB(OneCycleSchedulerCB):
 
 class ByTextCB(OneCycleSchedulerCB):
     def before_fit(self, trainer):
-        getattr(super(), "before_fit")(trainer)
+        for event in ["before_fit"]:
+            getattr(super(), event)(trainer)
 
 
 class ByDecoratorCB(OneCycleSchedulerCB):

@@ -242,6 +242,39 @@ def test_a_number_that_would_have_no_effect_or_a_wrong_one_is_refused(make, word
         make()
 
 
+ROWS = torch.utils.data.TensorDataset(torch.ones(8, 2))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (
+            lambda: library.ReportCB(lambda preds: {}),
+            r"is called with \(preds, targets\), and does not take that",
+        ),
+        (lambda: library.ReportCB(score=lambda preds: 3), "`score` is called with"),
+        (lambda: library.exact_loader(ROWS, 4, num_workers="2"), "`num_workers` is '2'.* of 0 or more"),
+        (lambda: library.exact_loader(ROWS, 4, shufle=True), "keyword `shufle`.*Did you mean `shuffle`"),
+        (lambda: library.exact_loader(type(ROWS), 4), "the class `TensorDataset`.*Make one"),
+    ],
+)
+def test_what_failed_later_or_in_words_of_python_is_refused_when_it_is_made(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
+
+
+def test_an_optimizer_by_name_is_refused_before_anything_calls_it():
+    with pytest.raises(TypeError, match="`opt_func` is 'SGD'.*such as `torch.optim.SGD`"):
+        Trainer(DataLoaders([]), F.mse_loss, "SGD", nn.Linear(1, 1), None)
+
+
+@pytest.mark.parametrize("events", [("after_draw", 3), 3])
+def test_events_that_are_no_names_are_refused(events):
+    cls = type("DrawTrainer", (Trainer,), dict(events=events))
+    with pytest.raises(TypeError, match="`DrawTrainer.events` is .*3.*called by their names"):
+        cls(DataLoaders([]), F.mse_loss, optim.SGD, nn.Linear(1, 1), None)
+
+
 @pytest.mark.parametrize("target", ["opt.5.lr", "opt.param_groups.5.lr", "opt.first.lr", "opt.0.1.lr"])
 def test_a_parameter_group_that_is_not_there_is_told(target):
     with pytest.raises(LookupError, match=f"`{target}` means no parameter group .* has 1"):

@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/10_check_forgotten.ipynb #88323bc4
-import ast
+import ast, dis
+from types import FunctionType
 
 from ..source.method_source import function_node, function_of
 from .check_rules import OF_BATCH, said, taken_from, users_own
@@ -31,7 +32,20 @@ def unread_rates(scene):
         if used or entry.found.unclear or 'opt' in entry.found.changes: continue
         text = _UNREAD_RATE.format(who=said(entry), line=entry.found.writes['lr'])
         found.append(Finding('unread_rate', text, [entry.callback]))
-    return found
+    return found + _rate_given_in_vain(scene.trainer)
+
+_IN_VAIN = ('`opt_func` takes a rate as `{name}` and does not use it, so `fit(lr=...)` changes nothing. '
+            'Give it to the optimizer; or call it `_` if the rate is to stay what it is.')
+
+def _rate_given_in_vain(trainer):
+    "That the function which makes the optimizer does not look at the rate"
+    f = getattr(trainer, 'opt_func', None)
+    code = f.__code__ if isinstance(f, FunctionType) and not f.__kwdefaults__ else None
+    names = code.co_varnames[:code.co_argcount] if code is not None else ()
+    if len(names) < 2 or names[1].startswith('_') or names[1] in code.co_cellvars: return []
+    used = any(names[1] in (o.argval if isinstance(o.argval, tuple) else (o.argval,))
+               for o in dis.get_instructions(code) if o.opname.startswith('LOAD_'))
+    return [] if used else [Finding('unread_rate', _IN_VAIN.format(name=names[1]))]
 
 def _is_new_loss(node, loss):
     "Whether a statement makes another `loss` of the one that was there"
