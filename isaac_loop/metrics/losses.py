@@ -17,7 +17,7 @@ from ..data.shared_loaders import rows_given, rows_of_all
 from ..basics.tensors import batch_weight
 from ..loop.numbers_on_device import number_here, one_number
 from ..loop.pass_numbers import PassNumbers
-from ..loop.passes import rows_of
+from ..loop.passes import parts_of, rows_of
 from ..loop.events import CancelException
 from ..train.example_losses import reduction_of
 
@@ -169,3 +169,32 @@ def warn_of_weigh(
     if said not in ('mean', 'sum') or said == says or 'weigh' in trainer.plan.told: return
     trainer.plan.told.add('weigh')
     warn(_AGAINST.format(weigh, says, said, said))
+
+# %% ../../nbs/metrics/04_losses.ipynb #0e04b46c
+_SECOND = ('The inputs have the shape {shape}, and predictions and targets {n} rows: the examples seem to '
+           'stand second, as for `nn.GRU` without `batch_first=True`, and losses of batches are weighed by '
+           'the {rows} rows of the inputs. Pass `weigh=lambda batch: len(batch[1])`, and say it to others '
+           'that count examples, such as `LimitCB(count=...)`; or put the examples first.')
+
+def warn_of_second(
+    trainer, # Has ended a pass, and still has its last batch
+    weigh, # As of `MetricsCB`
+):
+    "Warn, once, when losses seem to be weighed by steps of sequences"
+    preds = getattr(trainer, 'preds', None)
+    if 'second' in trainer.plan.told or callable(weigh) or weigh == 'mean' or not _has_two(preds): return
+    inputs,targets = parts_of(trainer.split, trainer.batch)
+    are_plain = len(targets) == 1 and inputs and all(map(torch.is_tensor, (inputs[0], targets[0])))
+    if not are_plain or targets[0].shape[:1] != preds.shape[:1]: return
+    if not _are_steps(inputs[0], len(preds)): return
+    rows = rows_of(trainer.batch, inputs, targets)
+    if rows == len(preds): return # Another input has said it
+    trainer.plan.told.add('second')
+    warn(_SECOND.format(shape=tuple(inputs[0].shape), n=len(preds), rows=rows))
+
+def _has_two(x): return torch.is_tensor(x) and x.ndim > 0 and len(x) > 1
+
+def _are_steps(x, n):
+    "Whether a tensor may be steps of `n` sequences: ids, or vectors; not the features of a table or a graph"
+    are_ids = x.ndim == 2 and not x.is_floating_point() and len(x) > 2 # Two rows are edges of a graph
+    return (x.ndim == 3 or are_ids) and x.shape[1] == n != x.shape[0]

@@ -25,7 +25,7 @@ from .any_metric import MeanOf, MetricOn
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
 from .any_metric import copied, named_metrics, note_update
 from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
-from .losses import merged_losses, rows_and_weight, warn_of_weigh
+from .losses import merged_losses, rows_and_weight, warn_of_second, warn_of_weigh
 from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
 from .metric_state import Noted, check_has_state, load_metric, metric_state, tell_of_metrics
 from ..state.errors import ResumeMismatch
@@ -103,6 +103,7 @@ class MetricsCB:
         values = {name: computed_here(m) for name,m in self._now.items()} if len(losses) else {}
         columns = self._columns(trainer, losses.batches, *losses.read().values(), values)
         elapsed = time.perf_counter()-self._start
+        if len(losses): warn_of_second(trainer, self.weigh)
         if trainer.ranks.size > 1 and not trainer._side_runs: elapsed = max(trainer.ranks.gather(elapsed))
         return columns | dict(elapsed=elapsed)
 

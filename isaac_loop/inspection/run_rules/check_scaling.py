@@ -41,6 +41,7 @@ def _inputs_of(dl):
             parts = [dataset.dataset.tensors[0][list(map(int, dataset.indices))]]
         elif isinstance(dataset, TensorDataset): parts = [dataset.tensors[0]]
         is_plain = [x is not None and x.is_floating_point() and x.ndim > 1 and len(x) for x in parts]
+        is_plain.append(len({x.shape[1:] for x in parts if x is not None}) == 1) # Rows of one table
         return parts if parts and all(is_plain) and sum(x.numel() for x in parts) <= MOST else None
 
 def _memory_of(train, valid):
