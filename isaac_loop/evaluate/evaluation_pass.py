@@ -94,6 +94,7 @@ _OWN_COLUMN = ('`{0}` is a column that each evaluation writes itself, so one wou
 _TAKEN = ('`user_epochs_done_callback` returned `{}`, which is measured already, '
           'so one would hide the other. Return it under another name{}.')
 
+# %% ../../nbs/evaluate/35_evaluation_pass.ipynb #0c044ba0
 _CANCELS = CancelStepException,CancelBatchException,CancelEpochException,CancelFitException
 
 def agreed(
