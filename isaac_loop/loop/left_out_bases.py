@@ -60,7 +60,8 @@ def attributes_set(
 )->set: # Of names
     "Which attributes functions set, of any object"
     codes = chain.from_iterable(_codes(f.__code__) for f in functions)
-    return {o.argval for code in codes for o in dis.get_instructions(code) if o.opname == 'STORE_ATTR'}
+    instructions = chain.from_iterable(map(dis.get_instructions, codes))
+    return {o.argval for o in instructions if o.opname == 'STORE_ATTR'}
 
 # %% ../../nbs/loop/35_left_out_bases.ipynb #ca01ddc6
 @lru_cache(maxsize=4096)

@@ -184,7 +184,7 @@ def warn_of_second(
     preds = getattr(trainer, 'preds', None)
     if 'second' in trainer.plan.told or callable(weigh) or weigh == 'mean' or not _has_two(preds): return
     inputs,targets = parts_of(trainer.split, trainer.batch)
-    are_plain = len(targets) == 1 and inputs and all(map(torch.is_tensor, (inputs[0], targets[0])))
+    are_plain = len(targets) == 1 and inputs and all(map(_has_shape, (inputs[0], targets[0])))
     if not are_plain or targets[0].shape[:1] != preds.shape[:1]: return
     if not _are_steps(inputs[0], len(preds)): return
     rows = rows_of(trainer.batch, inputs, targets)
@@ -192,7 +192,9 @@ def warn_of_second(
     trainer.plan.told.add('second')
     warn(_SECOND.format(shape=tuple(inputs[0].shape), n=len(preds), rows=rows))
 
-def _has_two(x): return torch.is_tensor(x) and x.ndim > 0 and len(x) > 1
+def _has_shape(x): return torch.is_tensor(x) and not x.is_nested and x.ndim > 0
+
+def _has_two(x): return _has_shape(x) and len(x) > 1
 
 def _are_steps(x, n):
     "Whether a tensor may be steps of `n` sequences: ids, or vectors; not the features of a table or a graph"
