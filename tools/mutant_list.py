@@ -794,7 +794,7 @@ MUTANTS = [
     ),
     Mutant(
         "schedules write into groups that the optimizer has left",
-        "load_opt",
+        "_same_groups",
         "opt.param_groups[:] = groups",
         "pass",
         ["test_who_holds_a_group_of_the_optimizer_holds_it_still_when_the_run_goes_on"],

@@ -34,7 +34,7 @@ from ..state.plain_state import plain
 from ..state.run_folder import run_folder
 from ..state.run_parts import bare, held_loaders, loaders_of, parts_of
 from ..state.script_facts import note_left
-from ..state.run_state import cut_names, put_weights, take_parts, take_state
+from ..state.run_state import cut_names, put_weights, take_parts, take_state, take_told_opt
 from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
 
@@ -249,12 +249,14 @@ class PassEnd:
             if hasattr(dl, 'leave_pass'): dl.leave_pass() # A cancel may have left the training pass
         self.parts,self.reason = take_parts(trainer, steps_over=True),trainer.stop_reason
         self.options = {name: [_options(group) for group in opt.param_groups] for name,opt in _opts(trainer)}
+        self.told_opt = plain(take_told_opt(trainer))
         self.written = _times_written(trainer)
 
     def put_into(self, state):
         "Let a state that was taken later be as it was at this end"
         state |= self.parts | dict(callbacks=state['callbacks'] | self.parts['callbacks'])
         state['position'] |= dict(stop_reason=self.reason, trained=True)
+        state['opts'] |= self.told_opt
         for name,groups in self.options.items():
             there = state['opts'].get(name, {}).get('param_groups', ())
             for group,was in zip(there, groups): group.update(was)

@@ -63,6 +63,10 @@ _NO_FUNCTION = ('`scheduler_func` is a {kind}, but every fit has its own optimiz
 _FILL_IN = ('`scheduler_func` is called with the optimizer alone. Fill in what else it needs first: '
             '`partial(StepLR, step_size=2)`.')
 
+_NOT_TORCHS = ('`{who}` makes a scheduler of PyTorch for `trainer.{name}`, and those take only a '
+               '`torch.optim.Optimizer`, which a `{kind}` is not. Derive `{kind}` from it, or let '
+               "`AttributeSchedulerCB({{'{name}.lr': f}})` set the rate, which takes all `param_groups`.")
+
 class SchedulerCB:
     "Makes a scheduler when training begins and leaves a tidy optimizer"
     order = Order.SCHEDULE
@@ -108,7 +112,12 @@ class SchedulerCB:
         try: return self.scheduler_func(opt, **further)
         except TypeError as error:
             if 'argument' in str(error): error.add_note(_FILL_IN)
+            if 'not an Optimizer' in str(error): error.add_note(self._not_torchs(opt))
             raise
+
+    def _not_torchs(self, opt):
+        "What to do with an optimizer that no scheduler of PyTorch takes"
+        return _NOT_TORCHS.format(who=type(self).__name__, name=self.opt, kind=type(opt).__name__)
 
 # %% ../../nbs/schedule/10_schedulers.ipynb #617dc7ac
 _NO_EFFECT = ('`{alone}` sets the rate anew at every update, so whatever `{idle}` does to it would be gone '

@@ -27,7 +27,7 @@ from .change_marks import SIMPLE, Code, Mark, Marker, Same
 from .change_marks import attributes_of, part_of
 from .owners import World, add_generators_of, holders, is_layer, is_part
 from .held_callables import keepers_in
-from .owners import besides, is_beside, may_be_state, of_other, others_of, unasked
+from .owners import OPT, besides, is_beside, is_opt, may_be_state, of_other, others_of, unasked
 from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/38_own_state.ipynb #4ff82aef
@@ -170,6 +170,7 @@ _CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a 
            '{} anew and may be another run. '
            'Keep numbers, tensors and containers of them in attributes, {}'
            'or, if nothing is lost, say so in its class: `stateless = {!r}`.')
+_OF_OPT = 'give the optimizer `state_dict()` and `load_state_dict(state)`, '
 _OF_CALLBACK = 'make objects in `before_fit`, give the callback `state_dict()` and `load_state_dict(state)`, '
 
 @patch
@@ -186,7 +187,7 @@ def take(self:OwnState,
     for _,own in owners.values():
         for x in own.values():
             if type(x) not in SIMPLE: keeper.marker.part(x)
-    for name,(_,own) in owners.items():
+    for name,(owner,own) in owners.items():
         if is_part(name) and not self._changed(keeper.marker, name, own): continue
         state,settings,lost = self._kept(keeper, name, own, every)
         if name.startswith('dls') or is_part(name) or is_beside(name): settings = {} # Told elsewhere
@@ -196,7 +197,7 @@ def take(self:OwnState,
         if made: found[name]['made'] = made
         deleted = self._deleted(trainer, name, own)
         if deleted: found.setdefault(name, dict(state={}, settings={}))['deleted'] = deleted
-        lost = [k for k in lost+refused if not self._is_output(name, k, own[k])]
+        lost = [k for k in lost+refused if is_opt(name, owner) or not self._is_output(name, k, own[k])]
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
     if of is not None: return found
     if unkept: _warn_of_lost(unkept)
@@ -233,6 +234,7 @@ def _warn_of_lost(unkept):
     what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
     asked = [name for name,_ in unkept if name != 'loss_func' and not is_part(name)]
     instead = _OF_CALLBACK if asked else '' # Nobody asks a loss, or a model
+    if not asked and any(name == OPT for name,_ in unkept): instead = _OF_OPT
     warn(_CANNOT.format(what, them, instead, tuple(k for _,k in unkept)))
 
 @patch

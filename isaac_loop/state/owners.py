@@ -26,7 +26,7 @@ from .held_callables import FEW, OF_LAYERS, as_key, is_users
 from .held_callables import closed_over, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
 from ..data.random_generators import is_generator, is_seeds
-from .run_parts import bare, parts_of
+from .run_parts import bare, opts_inside, parts_of, told_opt
 
 # %% ../../nbs/state/37_owners.ipynb #71f25df3
 _STATELESS = ('`{}.stateless` is {!r}, which does not say what may be forgotten when a run goes on. '
@@ -178,10 +178,11 @@ class World:
         own = {k: o for k,o in own.items() if k not in _OF_BATCH}
         modules = [m for value in own.values() if isinstance(value, nn.Module) for m in value.modules()]
         opts = [o for o in own.values() if isinstance(o, optim.Optimizer)]
+        opts += opts_inside(told_opt(self.trainer).get('opt'))
         parts = [self.trainer, *own.values(), *self.trainer.callbacks, *modules]
         parts += [p for m in modules for p in _saved_tensors(m) if p is not None]
         parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
-        parts += [part for opt in opts for part in (opt.state, opt.param_groups, *opt.param_groups)]
+        parts += [part for opt in opts for part in (opt, opt.state, opt.param_groups, *opt.param_groups)]
         loaders = [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
         parts += [*loaders, *(data for dl in loaders for data in _data_of(dl))]
         return {id(o) for o in parts if type(o) not in SIMPLE}
@@ -347,7 +348,19 @@ def _parts(trainer, model, loss_func):
         if isinstance(root, nn.Module): _add_modules(found, name, root)
     found |= keepers_in(_hooks_of(model), given=True)
     opts = parts_of(trainer, optim.Optimizer)
-    return found | {f'trainer.{k}': opt for k,opt in opts.items() if not is_installed(type(opt).__module__)}
+    own = {f'trainer.{k}': opt for k,opt in opts.items() if not is_installed(type(opt).__module__)}
+    return found | own | _untold_opt(trainer)
+
+OPT = 'trainer.opt' # The name of an optimizer that is not of PyTorch's class
+
+def is_opt(name, owner): return name == OPT or isinstance(owner, optim.Optimizer)
+
+def _untold_opt(trainer):
+    "What stands in `trainer.opt`, is no optimizer of PyTorch, and does not tell its state"
+    opt = attributes_of(trainer).get('opt')
+    if opt is None or told_opt(trainer) or isinstance(opt, (nn.Module, optim.Optimizer)): return {}
+    several = dict(_entries('', opt)) if type(opt) in (list, tuple, dict) else None
+    return {OPT: opt if several is None else SimpleNamespace(**several)}
 
 def _hooks_of(model):
     "Who is called before and after the forward of a module inside `model`, by path"

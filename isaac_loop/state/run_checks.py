@@ -15,7 +15,7 @@ from ..data.resumable_loaders import harm_of
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .run_parts import as_named_now, bare, differing, further_names, loaders_of, opts_made
-from .run_parts import numbers_for, other_types, parts_of
+from .run_parts import numbers_for, opts_of, other_types, parts_of
 from .run_parts import stateful_callbacks, with_empty
 from .run_state import is_in_pass
 from .states_of_processes import _digest_of
@@ -54,7 +54,8 @@ def _faults(state):
     "What is wrong with the state of a run"
     yield from _lacking(state, _RUN)
     opts,position = (state[o] if isinstance(state[o], dict) else {} for o in ('opts', 'position'))
-    yield from _lacking(opts, {name: dict(state=dict, param_groups=list) for name in opts}, "state['opts']")
+    torchs = opts.keys() - set(state.get('opts_told') or ()) # Others have a form of their own
+    yield from _lacking(opts, {name: dict(state=dict, param_groups=list) for name in torchs}, "state['opts']")
     if 'world_size' in state: yield from _of_processes(state)
     if state.get('comings'): yield from _lacking(state, dict(comings=dict(left=dict, came=dict, owed=dict)))
     if is_in_pass(position): yield from _lacking(state, dict(pass_start=dict(generators=dict, **_RANDOM)))
@@ -81,15 +82,19 @@ def check_is_run(
 def _as_list(lines): return '\n'.join(f'- {line}' for line in lines)
 
 # %% ../../nbs/state/64_run_checks.ipynb #589d9da3
-def _unlike(trainer, saved, kind, what):
-    "Other names"
-    now,further = parts_of(trainer, kind),further_names(trainer, kind)
-    was = [name for name in saved if name not in further]
-    if set(was) != now.keys(): yield f'{what}: saved were {was}, now there are {list(now)}'
+_TELLS = (' (in `trainer.opt` one of another class than PyTorch\'s counts where it has `state_dict` and '
+          '`load_state_dict`)')
+
+def _other_opts(trainer, state):
+    "Optimizers with other names, or one that tells its state in its own form where one of PyTorch's was"
+    now,further = opts_of(trainer),further_names(trainer, optim.Optimizer)
+    was = [name for name in _saved_once(trainer, state) if name not in further]
+    hint = _TELLS if set(was) ^ now.keys() == {'opt'} else ''
+    if set(was) != now.keys(): yield f'the optimizers: saved were {was}, now there are {list(now)}{hint}'
 
 def _saved_once(trainer, state):
     "The saved optimizers, without second names that nobody has yet; earlier versions have saved these, too"
-    now,opts,made = parts_of(trainer, optim.Optimizer),state['opts'],state.get('opts_made', {})
+    now,opts,made = opts_of(trainer),state['opts'],state.get('opts_made', {})
     def is_again(name):
         same = [o for o in now if o in opts and name in made and made[name] == made.get(o)]
         return any(_digest_of(opts[o]) == _digest_of(opts[name]) for o in same)
@@ -127,16 +132,25 @@ _EXCHANGED = (' (the run began with one like this, and has put another in its pl
 
 def _groups(trainer, state):
     "Optimizers of another class, or whose groups have other sizes or parameters"
-    for name,opt in parts_of(trainer, optim.Optimizer).items():
+    for name,opt in opts_of(trainer).items():
         hint = _EXCHANGED if _is_exchanged(trainer, state, name) else ''
-        kind,groups = type(opt).__name__,state['opts'].get(name, {}).get('param_groups', opt.param_groups)
+        kind = type(opt).__name__
         was = state['opt_classes'].get(name, kind)
         if was != kind: yield f'`trainer.{name}`: its class was `{was}`, and is `{kind}`{hint}'
-        saved,now = ([len(g['params']) for g in o] for o in (groups, opt.param_groups))
+        saved,now = _sizes_saved(state, name, opt),_sizes_of(opt)
         added = _ADDED if was == kind and saved[:len(now)] == now else hint*(was == kind)
         if saved != now: yield f'`trainer.{name}`: its groups had {saved} parameters, and have {now}{added}'
         elif was == kind and _has_others(trainer, state, name):
             yield f'`trainer.{name}`: its groups had other parameters of the model{hint}'
+
+def _sizes_of(opt): return [len(group['params']) for group in getattr(opt, 'param_groups', ())]
+
+def _sizes_saved(state, name, opt):
+    "How many parameters each group had; one that tells its state in its own form has them noted beside it"
+    saved,made = state['opts'].get(name, {}),state.get('opts_made', {}).get(name)
+    if name in state.get('opts_told', ()): return [len(numbers) for numbers in made[1]]
+    groups = saved.get('param_groups')
+    return _sizes_of(opt) if groups is None else [len(group['params']) for group in groups]
 
 def _is_exchanged(trainer, state, name):
     "Whether the saved run began with an optimizer like this, and has another since"
@@ -244,8 +258,7 @@ def check_fits(
 def _wrong(trainer, weights, state):
     "A line for everything that would make the result wrong in any case"
     yield from _other_numbers(weights, bare(trainer.model), 'the model')
-    yield from _unlike(trainer, _saved_once(trainer, state), optim.Optimizer, 'the optimizers')
-    for compare in (_other_modules, _groups, _lengths, _loader_kinds, _orders):
+    for compare in (_other_opts, _other_modules, _groups, _lengths, _loader_kinds, _orders):
         yield from compare(trainer, state)
 
 def _check_callbacks(state, now):

@@ -19,8 +19,21 @@ from ..loop.events import callback_name
 from ..loop.fitting import private_state
 from ..loop.ranks import runs_here
 from ..loop.shared_attributes import STATE
+from .change_marks import attributes_of
 from .comings import owed
 from .random_numbers import undrawn
+
+# %% ../../nbs/state/56_run_parts.ipynb #e82b0002
+_NO_WEIGHTS = ('The model is a `{0}`, which has no `{1}`, so its weights could not be saved, or not come '
+               'back. Derive `{0}` from `nn.Module`, or give it both `state_dict()` and '
+               '`load_state_dict(state)`.')
+
+def check_model(
+    model, # Any model
+):
+    "Refuse a model whose weights nobody can save"
+    lacking = [o for o in ('state_dict', 'load_state_dict') if not callable(getattr(model, o, None))]
+    if lacking: raise TypeError(_NO_WEIGHTS.format(type(model).__name__, lacking[0]))
 
 # %% ../../nbs/state/56_run_parts.ipynb #e82b7fa8
 _ONLY_ONE = ('`{}` has only one of `state_dict` and `load_state_dict`, so its state would be saved and lost, '
@@ -40,12 +53,24 @@ def stateful_callbacks(
     return found
 
 def check_states(
-    trainer, # Whose callbacks to look at
+    trainer, # Whose callbacks, model and optimizers to look at
 ):
     "Refuse a state that could not be taken or put back, before anything is trained"
+    check_model(trainer.model)
+    for name,opt in parts_of(trainer, optim.Optimizer).items(): _check_opt(name, opt)
     for name,cb in stateful_callbacks(trainer).items():
         _check_call(f'{name}.state_dict', cb.state_dict, 'state_dict(self)')
         _check_call(f'{name}.load_state_dict', cb.load_state_dict, 'load_state_dict(self, state)', {})
+
+_HALF_MADE = ('`trainer.{name}` is a `{kind}`, an optimizer whose `__init__` has not called that of its '
+              'base, so its state cannot be saved. Call `super().__init__(params, defaults)` in '
+              '`{kind}.__init__`, with the options of its groups as a dict.')
+
+def _check_opt(name, opt):
+    "Refuse an optimizer that has PyTorch's `state_dict`, and lacks what PyTorch's `__init__` makes for it"
+    own = type(opt).state_dict is not optim.Optimizer.state_dict
+    if own or hasattr(opt, '_optimizer_state_dict_pre_hooks'): return
+    raise TypeError(_HALF_MADE.format(name=name, kind=type(opt).__name__))
 
 _CALL = ('`{}` cannot be called as `{}`: {}. Its state would be lost; '
          'what it needs of the trainer it can keep as an attribute in `before_fit`.')
@@ -84,6 +109,32 @@ def _named_parts(trainer, kind):
         names.setdefault(id(x), []).append(name)
     return [(names[key], x) for key,x in parts.items()]
 
+def opts_of(
+    trainer, # Any
+)->dict: # By the name of the attribute
+    "PyTorch's optimizers, and in `trainer.opt` also one of another class that tells its state"
+    return parts_of(trainer, optim.Optimizer) | told_opt(trainer)
+
+def told_opt(
+    trainer, # Any
+)->dict: # Empty, or `opt` and what stands there
+    "What stands in `trainer.opt`, is no optimizer of PyTorch, and tells its state by methods of its own"
+    opt = vars(trainer).get('opt')
+    tells = all(callable(getattr(opt, o, None)) for o in ('state_dict', 'load_state_dict'))
+    return {} if isinstance(opt, (optim.Optimizer, nn.Module)) or not tells else dict(opt=opt)
+
+def opts_inside(
+    opt, # An optimizer that is not of PyTorch's class; or None
+)->list: # Those in its attributes, also in a short list or dict there
+    "PyTorch's optimizers that another one is made of"
+    held = [o for x in attributes_of(opt).values() for o in (_few(x) or [x])]
+    return [o for o in held if isinstance(o, optim.Optimizer)]
+
+def _few(x):
+    "What a short container holds"
+    if type(x) not in (list, tuple, dict) or len(x) > 20: return []
+    return [*(x.values() if type(x) is dict else x)]
+
 def further_names(
     trainer, # Any
     kind, # As for `parts_of`
@@ -100,9 +151,9 @@ def all_parameters(trainer):
 def opts_made(trainer):
     "By name: the class of each optimizer, and for each of its groups the numbers of its parameters"
     numbers = {id(p): i for i,p in enumerate(all_parameters(trainer))}
-    number = lambda p: numbers.get(id(p), -1)
-    return {name: [type(opt).__name__, [[number(p) for p in group['params']] for group in opt.param_groups]]
-            for name,opt in parts_of(trainer, optim.Optimizer).items()}
+    def groups(opt): return [group['params'] for group in getattr(opt, 'param_groups', ())]
+    def made(opt): return [[numbers.get(id(p), -1) for p in params] for params in groups(opt)]
+    return {name: [type(opt).__name__, made(opt)] for name,opt in opts_of(trainer).items()}
 
 _OF_OPTS = 'opts','opt_classes','opts_made','opts_began','opt_defaults'
 _KEPT_BY_NAME = {optim.Optimizer: _OF_OPTS, nn.Module: ('modules', 'modes')}
@@ -186,6 +237,7 @@ def other_types(
 # %% ../../nbs/state/56_run_parts.ipynb #aecf38b9
 def _empty(module, weights):
     "Buffers of `module` that are None and have a value in `weights`: the name, whose it is, and its own name"
+    if not isinstance(module, nn.Module): return []
     places = [(f'{path}.{k}'.lstrip('.'), m, k) for path,m in module.named_modules()
               for k,x in m._buffers.items() if x is None]
     return [(name, m, k) for name,m,k in places if name in weights]
@@ -202,8 +254,9 @@ def fill_empty(
     weights:dict, # Saved tensors by name
 ):
     "Let buffers that are None take what was saved"
-    device = next((p.device for p in module.parameters()), None)
-    for name,m,k in _empty(module, weights): m._buffers[k] = torch.empty_like(weights[name], device=device)
+    empty = _empty(module, weights)
+    device = next((p.device for p in module.parameters()), None) if empty else None
+    for name,m,k in empty: m._buffers[k] = torch.empty_like(weights[name], device=device)
 
 def numbers_for(
     trainer, # That goes on
@@ -223,8 +276,7 @@ def opt_defaults(
     trainer, # With optimizers
 )->dict: # For each optimizer's name its numbers, such as `weight_decay`, but for the rate
     "The options that the optimizers were made with"
-    opts = parts_of(trainer, optim.Optimizer)
-    return {name: _numbers(getattr(opt, 'defaults', {})) for name,opt in opts.items()}
+    return {name: _numbers(getattr(opt, 'defaults', {})) for name,opt in opts_of(trainer).items()}
 
 def _numbers(options):
     "Options that a schedule leaves alone"

@@ -7,6 +7,8 @@ __all__ = ['take_parts', 'places_of', 'take_callbacks', 'take_state', 'cut_names
            'put_callbacks', 'put_frozen', 'put_weights', 'put_position', 'put_held', 'put_generators', 'put_random']
 
 # %% ../../nbs/state/60_run_state.ipynb #43547c4f
+from contextlib import contextmanager
+
 import torch
 from torch import nn, optim
 
@@ -21,7 +23,8 @@ from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, fill_empty, generators
 from .run_parts import held_loaders, held_parameters, loaders_of, opt_defaults
-from .run_parts import as_named_now, numbers_for, opts_made, parts_of
+from .run_parts import as_named_now, numbers_for, opts_inside, opts_made, opts_of
+from .run_parts import parts_of, told_opt
 from .run_parts import put_workers, stateful_callbacks, with_empty, workers_begun
 from .script_facts import opts_began, script_facts
 
@@ -69,11 +72,15 @@ def take_callbacks(
 
 def _told_states(trainer, steps_over=False, of=None):
     "What callbacks tell of themselves; once steps are over, without those that change in steps alone"
-    modules = [m for m in (trainer.model, *parts_of(trainer, nn.Module).values()) if isinstance(m, nn.Module)]
-    theirs = {id(p): name for m in modules for name,p in m.named_parameters()}
+    theirs = _names_of_parameters(trainer)
     return {name: Exactly(_state_of(name, cb), f'{name}.state_dict()', theirs)
             for name,cb in stateful_callbacks(trainer).items()
             if not (steps_over and _stays_until_steps(cb)) and (of is None or any(cb is o for o in of))}
+
+def _names_of_parameters(trainer):
+    "By `id`"
+    modules = [m for m in (trainer.model, *parts_of(trainer, nn.Module).values()) if isinstance(m, nn.Module)]
+    return {id(p): name for m in modules for name,p in m.named_parameters()}
 
 def _stays_until_steps(cb):
     "Whether a class itself, and not one that it inherits from, says that updates alone change its state"
@@ -100,6 +107,15 @@ def is_in_pass(
 )->bool: # If not, it goes on between two passes
     "Whether a run stands in a training pass, whose end has not been told"
     return bool(position.get('batches')) and not position.get('trained')
+
+# %% ../../nbs/state/60_run_state.ipynb #a60d0002
+def take_told_opt(
+    trainer, # Any
+)->dict: # By name, for `plain`
+    "The state of an optimizer that is not of PyTorch's class and tells it"
+    theirs = _names_of_parameters(trainer)
+    return {name: Exactly(_state_of(f'trainer.{name}', opt), f'trainer.{name}.state_dict()', theirs)
+            for name,opt in told_opt(trainer).items()}
 
 # %% ../../nbs/state/60_run_state.ipynb #fc877907
 def take_state(
@@ -139,6 +155,7 @@ def _modes(trainer):
 def _gather(trainer):
     "Everything but the weights and the place, as it is"
     parts,opts = _gather_parts(trainer),parts_of(trainer, optim.Optimizer)
+    told = take_told_opt(trainer)
     return dict(opt_defaults=opt_defaults(trainer),
                 data=data_of(trainer),
                 loss_func=loss_of(trainer),
@@ -147,8 +164,9 @@ def _gather(trainer):
                 modes=_modes(trainer),
                 opts_made=opts_made(trainer),
                 opts_began=opts_began(trainer),
-                opt_classes={name: type(opt).__name__ for name,opt in opts.items()},
-                opts={name: opt.state_dict() for name,opt in opts.items()},
+                opt_classes={name: type(opt).__name__ for name,opt in opts_of(trainer).items()},
+                opts={name: opt.state_dict() for name,opt in opts.items()} | told,
+                opts_told=list(told),
                 modules={name: module.state_dict() for name,module in parts_of(trainer, nn.Module).items()},
                 grads={i: p.grad for i,p in _with_gradients(trainer) if p.grad is not None}) | parts
 
@@ -207,18 +225,24 @@ def load_weights_into(
     model.load_state_dict({name: part_like(x, now.get(name)) for name,x in weights.items()}, **kwargs)
 
 # %% ../../nbs/state/60_run_state.ipynb #771f76dd
+@contextmanager
+def _same_groups(opts):
+    "While a state is loaded, let the groups of optimizers stay the dicts that they are: a schedule may hold them"
+    before = [(opt, list(opt.param_groups)) for opt in opts]
+    yield
+    for opt,groups in before:
+        for group,loaded in zip(groups, [dict(o) for o in opt.param_groups]):
+            group.clear()
+            group.update(loaded)
+        opt.param_groups[:] = groups
+
 def load_opt(
     opt, # An optimizer
     saved:dict, # What its `state_dict` gave
 ):
     "Load the state of an optimizer, with the types that it had; its groups stay the dicts that others hold"
-    groups = list(opt.param_groups)
     saved = _parts_for(opt, saved)
-    opt.load_state_dict(map_tensors(torch.clone, saved))
-    for group,loaded in zip(groups, [dict(o) for o in opt.param_groups]): # A schedule may hold the old dicts
-        group.clear()
-        group.update(loaded)
-    opt.param_groups[:] = groups
+    with _same_groups([opt]): opt.load_state_dict(map_tensors(torch.clone, saved))
     params = [p for group in opt.param_groups for p in group['params']]
     numbers = [i for group in saved['param_groups'] for i in group['params']]
     for i,p in zip(numbers, params):
@@ -243,6 +267,9 @@ def put_state(
         fill_empty(module, saved)
         module.load_state_dict(saved)
     for name,opt in parts_of(trainer, optim.Optimizer).items(): load_opt(opt, state['opts'][name])
+    for name,opt in told_opt(trainer).items():
+        saved = from_plain(state['opts'][name])
+        with _same_groups(opts_inside(opt)): _put_state_of(f'trainer.{name}', opt, saved)
     _put_gradients(enumerate(all_parameters(trainer)), state['grads']) # Callbacks may take them from there
     trainer.history.load_state_dict(state['history'])
     trainer.n_updates = state['position']['n_updates']

@@ -1,0 +1,207 @@
+"An optimizer that is not of PyTorch's class goes on as the others do."
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.trainer import Trainer
+from isaac_loop.schedule.attribute_schedule import AttributeSchedulerCB
+from isaac_loop.schedule.schedulers import EpochSchedulerCB
+from isaac_loop.state.errors import ResumeMismatch
+from isaac_loop.state.store import CheckpointStore
+from isaac_loop.train.training import BasicTrainCB
+from runs import Cut, CutCB
+
+
+class Both:
+    "Two optimizers as one, which does not tell its state"
+
+    def __init__(self, params, lr):
+        weight, bias = params
+        self.a, self.b = optim.Adam([weight], lr), optim.SGD([bias], lr, momentum=0.9)
+
+    @property
+    def param_groups(self):
+        return self.a.param_groups + self.b.param_groups
+
+    def step(self):
+        self.a.step()
+        self.b.step()
+
+    def zero_grad(self):
+        self.a.zero_grad()
+        self.b.zero_grad()
+
+
+class BothTold(Both):
+    def state_dict(self):
+        return dict(a=self.a.state_dict(), b=self.b.state_dict())
+
+    def load_state_dict(self, state):
+        self.a.load_state_dict(state["a"])
+        self.b.load_state_dict(state["b"])
+
+
+class Lookahead:
+    "Goes back halfway after every third step"
+
+    def __init__(self, params, lr):
+        self.base = optim.Adam(params, lr)
+        self.param_groups, self.n = self.base.param_groups, 0
+        self.slow = [p.detach().clone() for p in self._params()]
+
+    def _params(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        self.base.step()
+        self.n += 1
+        if self.n % 3:
+            return
+        for slow, p in zip(self.slow, self._params()):
+            p.copy_(slow.lerp_(p, 0.5))
+
+    def zero_grad(self):
+        self.base.zero_grad()
+
+
+class ByHand:
+    "Momentum in a list that its state is, without groups"
+
+    def __init__(self, params, lr):
+        self.params, self.lr = list(params), lr
+        self.moved = [torch.zeros_like(p) for p in self.params]
+
+    @torch.no_grad()
+    def step(self):
+        for moved, p in zip(self.moved, self.params):
+            p.sub_(self.lr * moved.mul_(0.9).add_(p.grad))
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+    def state_dict(self):
+        return [moved.clone() for moved in self.moved]
+
+    def load_state_dict(self, state):
+        self.moved = state
+
+
+class ByParameter(ByHand):
+    "Keeps its momentum where nobody can save it"
+
+    state_dict = None
+
+    def __init__(self, params, lr):
+        self.params, self.lr, self.by = list(params), lr, {}
+
+    @property
+    def moved(self):
+        return [self.by.setdefault(p, torch.zeros_like(p)) for p in self.params]
+
+
+class ManyCB(BasicTrainCB):
+    "Steps with several optimizers in a list"
+
+    def step(self, trainer):
+        for opt in trainer.opt:
+            opt.step()
+
+    def zero_grad(self, trainer):
+        for opt in trainer.opt:
+            opt.zero_grad()
+
+
+def several(params, lr):
+    weight, bias = params
+    return [optim.Adam([weight], lr), optim.SGD([bias], lr, momentum=0.9)]
+
+
+def make(opt_func, *callbacks, train=None):
+    torch.manual_seed(0)
+    rows, model = torch.randn(16, 5), nn.Linear(5, 1)
+    dls = DataLoaders(exact_loader(TensorDataset(rows, rows.sum(1, keepdim=True)), 4, seed=1))
+    return Trainer(dls, F.mse_loss, opt_func, model, [train or BasicTrainCB(), *callbacks])
+
+
+def cut_after(n):
+    return CutCB("after_batch", lambda trainer: trainer.n_updates == n)
+
+
+def fit(trainer, n_epochs=3):
+    trainer.fit(n_epochs, lr=0.05, valid=False)
+    return trainer
+
+
+@pytest.mark.parametrize("n, every", [(4, "epoch"), (6, 1)])
+@pytest.mark.parametrize("opt_func", [Both, BothTold, Lookahead, ByHand, several])
+def test_a_run_with_an_optimizer_of_another_class_goes_on(opt_func, n, every, tmp_path):
+    train = ManyCB() if opt_func is several else None
+    whole = fit(make(opt_func, train=train))
+    with pytest.raises(Cut):
+        fit(make(opt_func, CheckpointCB(tmp_path, every=every), cut_after(n), train=train))
+    resumed = fit(make(opt_func, CheckpointCB(tmp_path, every=every), train=train))
+    assert resumed.n_updates == whole.n_updates
+    for p, q in zip(resumed.model.parameters(), whole.model.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_a_schedule_follows_the_groups_of_an_optimizer_inside(tmp_path):
+    "Also after a state was loaded, for which PyTorch makes new groups"
+
+    def falling():
+        return AttributeSchedulerCB({"opt.lr": lambda progress: 0.05 * (1.1 - progress)})
+
+    whole = fit(make(BothTold, falling()))
+    with pytest.raises(Cut):
+        fit(make(BothTold, falling(), CheckpointCB(tmp_path, every=1), cut_after(6)))
+    resumed = fit(make(BothTold, falling(), CheckpointCB(tmp_path, every=1)))
+    for p, q in zip(resumed.model.parameters(), whole.model.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_what_such_an_optimizer_tells_stands_with_the_others(tmp_path):
+    fit(make(BothTold, CheckpointCB(tmp_path)), 1)
+    _, saved, _ = CheckpointStore(tmp_path, read_only=True).load()
+    assert set(saved["opts"]["opt"]) == {"a", "b"} and saved["opt_classes"] == {"opt": "BothTold"}
+
+
+@pytest.mark.parametrize("then, now", [(BothTold, optim.Adam), (optim.Adam, BothTold), (Both, BothTold)])
+def test_another_optimizer_is_refused_whatever_its_class(then, now, tmp_path):
+    fit(make(then, CheckpointCB(tmp_path)), 1)
+    with pytest.raises(ResumeMismatch, match="`trainer.opt`: its class was|the optimizers: saved were"):
+        fit(make(now, CheckpointCB(tmp_path)), 2)
+
+
+def test_what_cannot_be_kept_of_an_optimizer_is_named(tmp_path):
+    with pytest.warns(UserWarning, match=r"`trainer.opt.by` changed .* give the optimizer `state_dict\(\)`"):
+        fit(make(ByParameter, CheckpointCB(tmp_path)), 1)
+
+
+def test_a_scheduler_of_pytorch_says_which_optimizers_it_takes():
+    step = partial(optim.lr_scheduler.StepLR, step_size=1)
+    with pytest.raises(TypeError) as raised:
+        fit(make(Both, EpochSchedulerCB(step)))
+    told = raised.value.__notes__[0]
+    assert "a `Both` is not" in told and "AttributeSchedulerCB({'opt.lr': f})" in told
+
+
+def test_an_optimizer_whose_base_was_not_made_is_refused_before_it_trains(tmp_path):
+    class Forgetful(optim.Optimizer):
+        def __init__(self, params, lr):
+            self.param_groups, self.state, self.defaults = [dict(params=params, lr=lr)], {}, {}
+
+        def step(self):
+            raise AssertionError("It has trained")
+
+    with pytest.raises(TypeError, match=r"`__init__` has not called .* `super\(\).__init__"):
+        fit(make(Forgetful, CheckpointCB(tmp_path)))
