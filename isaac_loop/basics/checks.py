@@ -205,6 +205,18 @@ def short_path(
     path,here = Path(path),Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
+# %% ../../nbs/basics/10_checks.ipynb #c4ec0002
+_NO_MODULE = ('`{who}` works with the named parameters and modules of the model, and a `{kind}` has none. '
+              'Derive `{kind}` from `nn.Module`, or leave `{who}` out.')
+
+def check_module(
+    model, # What is trained
+    who:str, # Who is going to look inside, for the message
+):
+    "Refuse a model that is no `nn.Module`"
+    if hasattr(model, 'named_modules') and hasattr(model, 'named_parameters'): return
+    raise TypeError(_NO_MODULE.format(who=who, kind=type(model).__name__))
+
 # %% ../../nbs/basics/10_checks.ipynb #c3d4e5f6
 def warn(
     message:str, # One or two sentences

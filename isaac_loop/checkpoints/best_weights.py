@@ -8,7 +8,7 @@ __all__ = ['evaluated_model', 'KeepBestCB']
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #e42e3ad6
 import torch
 
-from ..basics.checks import warn
+from ..basics.checks import check_module, warn
 from ..basics.settings import show_settings
 from ..basics.old_names import old_words
 from ..loop.events import CancelException, Order
@@ -61,6 +61,7 @@ class KeepBestCB(KeepsBest):
 
     def _start(self, trainer):
         "Forget the last run"
+        check_module(trainer.model, type(self).__name__)
         check_monitored(trainer, self.monitor, 'KeepBestCB')
         self.judge.reset()
         self.best_epoch,self.weights,self.seen = None,None,False

@@ -16,7 +16,7 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_list, did_you_mean, local_path
 from ..loop.events import CancelException, Order
 from ..loop.history import updates_of_run
-from ..state.run_parts import bare
+from ..state.run_parts import bare, check_model
 from ..state.store import CheckpointStore, check_keeping
 
 # %% ../../nbs/checkpoints/50_exports.ipynb #f48fd03c
@@ -66,6 +66,7 @@ class ExportCB:
 
     def before_fit(self, trainer):
         "Open the folder, and see whether the parts are there"
+        check_model(trainer.model)
         _chosen(bare(trainer.model).state_dict(), self.parts)
         self._store,self._at = CheckpointStore(self.folder, keep_last=self.keep_last, keep_best=0),None
         self._trained = False

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..basics.settings import show_settings
-from ..basics.checks import check_choice, check_flag, is_number, warn
+from ..basics.checks import check_choice, check_flag, check_module, is_number, warn
 from ..basics.tensors import OF_MODULES, map_tensors
 from ..loop.events import CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
@@ -34,6 +34,7 @@ _LAZY = ('`{parameter}` has no shape yet, as the model is lazy, so `{cb}` has no
 def _check_can_begin(cb, trainer):
     "Refuse a second average in a fit, a second fit of an average, and weights that do not exist yet"
     name = callback_name(cb)
+    check_module(trainer.model, name)
     others = [callback_name(o) for o in offering(trainer, 'weights_swapped') if o is not cb]
     if others: raise ValueError(_TWO_AVERAGES.format(cb=name, other=others[0]))
     owner = (cb._of and cb._of()) or trainer

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..loop.events import Order
 from ..basics.settings import show_settings
-from ..basics.checks import check_count, check_flags, did_you_mean, is_number
+from ..basics.checks import check_count, check_flags, check_module, did_you_mean, is_number
 
 # %% ../../nbs/train/40_freezing.ipynb #bcddb16b
 _NO_MODULE = 'The model is a {kind}, which has no parts to tell apart. Layer groups need an `nn.Module`.'
@@ -122,6 +122,7 @@ class FreezeCB:
 
     def before_fit(self, trainer):
         "See whether the parts are there"
+        check_module(trainer.model, type(self).__name__)
         for part,_,_ in self.ranges: _parameters_of(trainer.model, part, type(self).__name__)
         self.frozen,self._changed = [],()
 
@@ -208,6 +209,7 @@ class BatchNormEvalCB:
 
     def before_fit(self, trainer):
         "See whether there are any"
+        check_module(trainer.model, type(self).__name__)
         where = 'the model' if self.parts is None else repr(self.parts)
         if not self._found(trainer.model): raise LookupError(_NO_BATCH_NORM.format(where=where))
 
