@@ -18,7 +18,7 @@ from ..loop.events import callback_name
 from ..loop.shared_attributes import offered, offering
 from ..loop.passes import n_batches
 from .comings import take_comings
-from .errors import ResumeMismatch
+from .errors import ResumeMismatch, UnsaveableState
 from .plain_state import Exactly, from_plain, plain
 from .random_numbers import compact_random_state, set_plain_random_state, undrawn
 from .run_parts import all_parameters, bare, differing, fill_empty, generators
@@ -109,6 +109,21 @@ def is_in_pass(
     return bool(position.get('batches')) and not position.get('trained')
 
 # %% ../../nbs/state/60_run_state.ipynb #a60d0002
+_LEFT = ('`trainer.{name}`, of class `{kind}`, remembers {n} parameters that are in none of its groups, as after '
+         'a layer was exchanged in the course of a fit, so it cannot give its state. Exchange layers between two '
+         'fits, each of which makes an optimizer; or have `trainer.{name}.state.pop(p, None)` forget each '
+         'parameter `p` that leaves.')
+
+def _state_of_opt(name, opt):
+    "The state of an optimizer of PyTorch"
+    try: return opt.state_dict()
+    except KeyError as error:
+        held = {id(p) for group in opt.param_groups for p in group['params']}
+        gone = [p for p in opt.state if torch.is_tensor(p) and id(p) not in held]
+        if not gone: raise
+        text = _LEFT.format(name=name, kind=type(opt).__name__, n=len(gone))
+        raise UnsaveableState(text) from error
+
 def take_told_opt(
     trainer, # Any
 )->dict: # By name, for `plain`
@@ -165,7 +180,7 @@ def _gather(trainer):
                 opts_made=opts_made(trainer),
                 opts_began=opts_began(trainer),
                 opt_classes={name: type(opt).__name__ for name,opt in opts_of(trainer).items()},
-                opts={name: opt.state_dict() for name,opt in opts.items()} | told,
+                opts={name: _state_of_opt(name, opt) for name,opt in opts.items()} | told,
                 opts_told=list(told),
                 modules={name: module.state_dict() for name,module in parts_of(trainer, nn.Module).items()},
                 grads={i: p.grad for i,p in _with_gradients(trainer) if p.grad is not None}) | parts

@@ -1,5 +1,6 @@
 "An optimizer that is not of PyTorch's class goes on as the others do."
 
+import warnings
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.schedule.attribute_schedule import AttributeSchedulerCB
 from isaac_loop.schedule.schedulers import EpochSchedulerCB
-from isaac_loop.state.errors import ResumeMismatch
+from isaac_loop.state.errors import ResumeMismatch, UnsaveableState
 from isaac_loop.state.store import CheckpointStore
 from isaac_loop.train.training import BasicTrainCB
 from runs import Cut, CutCB
@@ -205,3 +206,27 @@ def test_an_optimizer_whose_base_was_not_made_is_refused_before_it_trains(tmp_pa
 
     with pytest.raises(TypeError, match=r"`__init__` has not called .* `super\(\).__init__"):
         fit(make(Forgetful, CheckpointCB(tmp_path)))
+
+
+def test_an_optimizer_that_remembers_an_exchanged_layer_is_named_with_the_cure(tmp_path):
+    forgets = False
+
+    def log(trainer):
+        old, trainer.model[0] = trainer.model[0], nn.Linear(5, 1)
+        trainer.opt.param_groups[0]["params"] = list(trainer.model.parameters())
+        if forgets:
+            for p in old.parameters():
+                trainer.opt.state.pop(p, None)
+
+    def with_head(folder):
+        trainer = make(optim.Adam, log, CheckpointCB(folder))
+        trainer.model = nn.Sequential(trainer.model)
+        return trainer
+
+    told = r"`trainer.opt`, of class `Adam`, remembers 2 parameters .* `trainer.opt.state.pop\(p, None\)`"
+    with pytest.raises(UnsaveableState, match=told):
+        fit(with_head(tmp_path / "one"), 1)
+    forgets = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That a run which is broken off cannot go on is told elsewhere
+        assert fit(with_head(tmp_path / "two"), 1).CheckpointCB.path.exists()
