@@ -24,7 +24,8 @@ from .run_on_disk import RunOnDisk, facts_about, metrics_of
 from .when_to_save import NewestNumbers, When, check_unmonitored
 from .when_to_save import is_interrupted, signal_of
 from .which_run import checked_resume
-from ..loop.events import CancelFitException
+from ..loop.events import STEPS, CancelFitException
+from ..loop.handlers import has_own_batch
 from ..loop.monitor import check_monitored, mode_of
 from ..loop.notes import whereabouts
 from ..loop.shared_attributes import offering
@@ -73,6 +74,7 @@ class CheckpointCB(ResumingCB):
         self._run = RunOnDisk(monitor=monitor, mode=mode, pattern=pattern, **keep)
         self._options = dict(keep_last=keep_last, keep_best=keep_best, pattern=pattern)
         self._found = self._share = None # Weights and state to go on from, and those of this process
+        self._untrained = None # How often weights were written to before the fit; None if there are steps
         self._end = None # What a validation pass may change, as it was before it
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #67fb5619
@@ -84,6 +86,7 @@ def before_fit(self:CheckpointCB, trainer):
     self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), trainer.ranks)
     self._numbers.forget()
     self._end,self._told = None,()
+    self._untrained = _without_steps(trainer) and _times_written(trainer)
     how = self.resume,self.verify,self.strict,self.folder is not None
     found = to_resume(trainer, self._run, self._fits, *how)
     self._begin(trainer, found, self.strict)
@@ -106,6 +109,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, end=None, reason=None, f
     "Write a checkpoint of this position, or of the `end` of a training pass"
     self._writes.wait()
     self._told = tell_exchanged(trainer, self._told)
+    self._warn_of_untrained(trainer)
     in_pass = bool(batches) and not end
     start = start_of_pass(trainer) if in_pass else between_passes(trainer)
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
@@ -121,6 +125,20 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, end=None, reason=None, f
     if later: self._writes.begin(self._run.prepare(*what), noted, whereabouts(trainer))
     else: noted(*self._run.save(*what))
     self._when.start(trainer)
+
+_UNTRAINED = ('No callback does any of the five steps of training, and nothing has written to the weights in '
+              'this fit, so `CheckpointCB` saves the ones that it began with. Add `BasicTrainCB`.')
+
+def _without_steps(trainer):
+    "Whether neither callbacks nor a class of one's own train in the usual places"
+    trains = trainer.n_epochs and trainer.updates_per_epoch != 0 # None for a stream
+    return trains and not (has_own_batch(trainer) or any(trainer.plan[step] for step in STEPS))
+
+@patch
+def _warn_of_untrained(self:CheckpointCB, trainer):
+    "Say once that there is nothing to save"
+    written,self._untrained = self._untrained,None
+    if written and written == _times_written(trainer): warn(_UNTRAINED)
 
 @patch
 def _note_saved(self:CheckpointCB, trainer, path, run_id):

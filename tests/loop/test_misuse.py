@@ -16,6 +16,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.all import (
     AccumulationCB,
     BasicTrainCB,
@@ -366,6 +367,23 @@ def test_steps_that_somebody_waits_for_and_nobody_does_are_missed():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer().fit(1)  # An empty loop is fine
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_checkpoint_of_a_loop_that_trains_nothing_is_told_of(trains, tmp_path):
+    "Which is fine where a callback trains in another event"
+
+    def after_batch(trainer):
+        if trains and trainer.training:
+            F.mse_loss(trainer.model(trainer.batch[0]), trainer.batch[1]).backward()
+            trainer.opt.step()
+
+    callbacks = [after_batch, CheckpointCB(tmp_path)]
+    trainer = Trainer(DataLoaders(data(), data()), F.mse_loss, optim.SGD, nn.Linear(1, 1), callbacks)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(2)
+    assert ["Add `BasicTrainCB`" in str(o.message) for o in told] == [True] * (not trains)
 
 
 class ByHand(Trainer):
