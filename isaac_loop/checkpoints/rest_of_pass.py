@@ -133,7 +133,7 @@ def numbers_kept(
     So do the numbers of those who make the batches, but for what reading them counts by itself."""
     start = state['pass_start']
     still = same_values(*(start.get('readers', {}).get(o, {}) for o in ('begun', 'now')))
-    put_readers_of(trainer, start, 'begun', still)
+    put_readers_of(trainer, start, 'begun')
     before = readers_held(trainer)
     try: yield
     finally:

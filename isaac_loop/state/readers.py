@@ -28,7 +28,7 @@ def take_readers(self:OwnState,
 def put_readers(self:OwnState,
     trainer, # As for `take_readers`
     values:dict, # What that gave
-    names=None, # Pairs of names that are meant; generators are in any case, and default: all
+    names=None, # Simple values to put back, as pairs of a reader and a name; default: all. Generators always
 ):
     "Let those who make the batches have their numbers again"
     putter = Putter(_device_of(trainer), self.there)

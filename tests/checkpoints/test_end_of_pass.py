@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset, default_collate
 
 from isaac_loop.all import BasicTrainCB, CheckpointCB, DataLoaders, RewindCB, Trainer, exact_loader, set_seed
+from runs import Cut, CutCB
 
 X = torch.randn(36, 4, generator=torch.Generator().manual_seed(0))
 ROWS = TensorDataset(X, X.sum(1, keepdim=True))
@@ -233,3 +234,34 @@ def test_a_run_that_is_taken_back_goes_on_exactly(kind, every):
     trained(trainer)
     trainer.rewind((1, 6) if every == 3 else (1, 4))
     assert trained(trainer) == whole
+
+
+def test_a_pass_that_is_read_again_counts_from_where_it_began(tmp_path):
+    "In a second epoch a dataset that counts its rows has counted those of the first"
+
+    class Rows(Dataset):
+        n = 0
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, i):
+            self.n += 1
+            return torch.tensor([float(self.n)]), torch.ones(1)
+
+    def run(*callbacks):
+        seen = []
+
+        def before_batch(trainer):
+            seen.append(trainer.batch[0].flatten().tolist())
+
+        callbacks = [BasicTrainCB(), before_batch, *callbacks]
+        dls = DataLoaders(DataLoader(Rows(), 2))
+        trainer = Trainer(dls, F.mse_loss, optim.SGD, nn.Linear(1, 1), callbacks)
+        with contextlib.suppress(Cut):
+            trainer.fit(3, lr=1e-4, valid=False)
+        return seen
+
+    whole = run()
+    run(CheckpointCB(tmp_path, every=1), CutCB("after_batch", lambda trainer: trainer.n_updates == 6))
+    assert run(CheckpointCB(tmp_path, every=1)) == whole[5:]
