@@ -20,7 +20,7 @@ from .plain_script.printed_lines import broken, printed
 from .plain_script.batch_form import form_of, first_batch
 from .plain_script.reached_values import reached
 from .plain_script.script_writing import CORE, NotWritten, Writing, arguments_of
-from .plain_script.source_of_values import bound_names, loaded_names
+from .plain_script.script_names import bound_names, loaded_names
 from .plain_script.unpacked_batches import AskedAgain, once_unpacked, only_parts
 from .script_text import Script
 from ..loop.events import callback_name

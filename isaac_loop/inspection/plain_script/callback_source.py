@@ -10,8 +10,9 @@ import ast, builtins, copy, inspect, types
 
 from isaac_loop.basics.source_code import syntax_tree
 from isaac_loop.inspection.plain_script.reached_values import content_of
+from isaac_loop.inspection.plain_script.read_sources import changed_default, with_private_names
+from isaac_loop.inspection.plain_script.script_names import value_of, wrappers
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
-from isaac_loop.inspection.plain_script.source_of_values import changed_default, value_of
 from isaac_loop.loop.events import callback_name
 from isaac_loop.loop.handlers import TrainersOwn
 from isaac_loop.loop.trainer import Trainer
@@ -22,6 +23,9 @@ _IGNORED = 'replaces','fills_in','patch','staticmethod','property'
 _NO_FUNCTION = 'it is no plain function, and has no source'
 _LAMBDA = 'it is a lambda', 'Write it as a function with a name'
 _DEFAULT = 'it has a default that has changed', 'Keep what changes as an attribute'
+_AROUND = ('something is put around it that its source does not show',
+           'Decorate it where it is written, or write that into it')
+_IN_ALL = 'it takes `{}` in `*{}`', 'Name all arguments; a decorator should say what it wraps, by `wraps`'
 _NO_SOURCE = 'its source cannot be read', 'Define it in a file or in a cell of a notebook'
 
 class Method:
@@ -36,8 +40,13 @@ class Method:
         if not isinstance(self.f, types.FunctionType): raise NotWritten(_NO_FUNCTION)
         self.tree = self._read()
         if changed_default(self.tree, self.f): raise NotWritten(*_DEFAULT)
+        around = [o for o in wrappers(getattr(f, '__func__', f)) if not hasattr(o, 'span')]
+        if len(around) > len(self.tree.decorator_list): raise NotWritten(*_AROUND)
         arguments = self.tree.args
         names = [o.arg for o in (*arguments.posonlyargs, *arguments.args)]
+        wanted = ['self']*(self.owner is not None) + ['trainer']*bool(trainer)
+        if arguments.vararg and len(names) < len(wanted):
+            raise NotWritten(_IN_ALL[0].format(wanted[len(names)], arguments.vararg.arg), _IN_ALL[1])
         self.self_name = names.pop(0) if self.owner is not None and names else None
         self.trainer_name = names.pop(0) if trainer and names else None
         self.further = names
@@ -47,7 +56,7 @@ class Method:
         if self.f.__name__ == '<lambda>': raise NotWritten(*_LAMBDA)
         tree = syntax_tree(self.f)
         if tree is None or not isinstance(tree.body[0], ast.FunctionDef): raise NotWritten(*_NO_SOURCE)
-        return tree.body[0]
+        return with_private_names(tree.body[0], self.f)
 
     def to_change(self):
         "The same with a tree of its own"

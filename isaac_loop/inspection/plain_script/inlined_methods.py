@@ -17,9 +17,11 @@ from isaac_loop.inspection.plain_script.plain_expressions import trainer_names
 from isaac_loop.inspection.plain_script.plain_lines import Known, Leave, NotFlat, Simpler, coming_from
 from isaac_loop.inspection.plain_script.plain_lines import cannot_fail, catches, is_pure, leaves
 from isaac_loop.inspection.plain_script.plain_lines import within, without_exits
+from isaac_loop.inspection.plain_script.read_sources import changed_outside, defaults_of
+from isaac_loop.inspection.plain_script.reached_values import reached
+from isaac_loop.inspection.plain_script.script_names import NoSource, bound_names, loaded_names
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing, snake
-from isaac_loop.inspection.plain_script.source_of_values import bound_names, changed_outside
-from isaac_loop.inspection.plain_script.source_of_values import loaded_names
+from isaac_loop.inspection.plain_script.source_of_values import is_literal
 from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelException
 from isaac_loop.loop.events import CancelFitException, CancelStepException, callback_name
 from isaac_loop.loop.handlers import TrainersOwn
@@ -208,11 +210,11 @@ class InlineMethods(InlineStatements):
         found = next((vars(o)[name] for o in base.__mro__ if name in vars(o)), None)
         further = [o for o in call.args if not (self.is_trainer(o) or self.is_self(o))]
         if found is None or further or call.keywords: return None
-        f,trainer = plain_function(found),any(map(self.is_trainer, call.args))
-        is_ours = (f.__module__ or '').startswith(_OURS)
+        trainer = any(map(self.is_trainer, call.args))
+        is_ours = (plain_function(found).__module__ or '').startswith(_OURS)
         if is_ours and self.is_own_trainer: raise NotWritten(_OF_TRAINER[0].format(name), _OF_TRAINER[1])
         if is_ours: return self.w.built_in(self.method.owner, name)
-        return statements_of(self.w, Method(f, self.method.owner, trainer), self.expand)
+        return statements_of(self.w, Method(found, self.method.owner, trainer), self.expand)
 
     def visit_Call(self, node):
         base = self.base_of(node.func) if isinstance(node.func, ast.Attribute) else None
@@ -227,7 +229,7 @@ class InlineMethods(InlineStatements):
         with_self = not by_name or args and self.is_self(args[0])
         if not (is_plain and with_self): raise NotWritten(*_SUPER)
         if by_name: args = args[1:]
-        return self.call_helper(ast.Call(node.func, args, node.keywords), f, self.method.owner)
+        return self.call_helper(ast.Call(node.func, args, node.keywords), found, self.method.owner)
 
     def inlined_call(self, call):
         "A helper without further arguments, if it is short or leaves a part of the loop; else None"
@@ -290,12 +292,19 @@ def _defaults(inline, method):
     "Arguments beside the trainer have their defaults"
     arguments = method.tree.args
     _check_defaults(inline, arguments)
-    pairs = list(zip(reversed(method.further), reversed(arguments.defaults)))
-    pairs += [(o.arg, default) for o,default in zip(arguments.kwonlyargs, arguments.kw_defaults)]
-    without = len(pairs) < len(method.further) or any(default is None for _,default in pairs)
-    if without: raise NotWritten('it takes arguments beside the trainer')
-    named = [(inline.renamed.get(name, name), inline.visit(default)) for name,default in reversed(pairs)]
+    held = {name: (node, value) for name,node,value in defaults_of(method.tree, method.f)}
+    wanted = [*method.further, *(o.arg for o in arguments.kwonlyargs)]
+    if not held.keys() >= {*wanted}: raise NotWritten('it takes arguments beside the trainer')
+    named = [(inline.renamed.get(name, name), _default(inline.w, name, *held[name])) for name in wanted]
     return [ast.Assign([name_of(name, ast.Store())], value, lineno=0) for name,value in named]
+
+def _default(writing, name, node, value):
+    "A default, which is made once and not at every call"
+    changes = bool(reached(value))
+    if is_literal(node) and not changes: return node
+    write = writing.sources.bring if changes else lambda name, value: writing.sources.default(value, name)
+    try: return expression(write(name, value))
+    except NoSource: return name_of(writing.need(value, name))
 
 def _without_results(block):
     "A value that a method returns goes nowhere; what its computation does stays"
@@ -319,8 +328,18 @@ def _split_returns(block, does_nothing):
 def _keeps_locals(block, own):
     "Whether a function defined in `block` speaks of local variables, which it would share with later calls"
     nodes = [inner for node in block for inner in ast.walk(node)]
-    inner = [o for o in nodes if isinstance(o, (ast.Lambda, ast.FunctionDef))]
+    used_up = {id(o) for node in nodes for o in _used_up(node)}
+    kinds = ast.Lambda,ast.FunctionDef,ast.GeneratorExp
+    inner = [o for o in nodes if isinstance(o, kinds) and id(o) not in used_up]
     return any((loaded_names(o)-bound_names(o)) & own for o in inner)
+
+_USES_UP = 'sum min max any all next list tuple set frozenset dict sorted join'.split()
+
+def _used_up(node):
+    "Generators that a statement or a call asks for all they give, so that nobody keeps them"
+    if isinstance(node, ast.For): return [node.iter]
+    f = getattr(node, 'func', None)
+    return node.args if f and getattr(f, 'attr', getattr(f, 'id', None)) in _USES_UP else []
 
 _NO_IF = ('it leaves a part of the loop from a place that no `if` can stand for',
           'Raise the cancel outside of loops and functions')
@@ -366,8 +385,9 @@ def helper(
     for kind in (arguments.posonlyargs, arguments.args): kind[:] = [o for o in kind if o.arg not in gone]
     inline = InlineMethods(writing, method, expand)
     writing.arguments[name] = inline.renamed
-    _check_defaults(inline, arguments)
+    defaults = _taken_defaults(inline, method)
     arguments = inline.visit(arguments)
+    arguments.defaults,arguments.kw_defaults = defaults
     block = _rewritten(inline, method.tree.body)
     out = leaves(block, 'fit', 'epoch', 'batch', 'step')
     if out: raise NotWritten(_IN_HELPER.format(f.__name__), _IN_EVENT)
@@ -375,6 +395,16 @@ def helper(
     define = ast.FunctionDef(name, arguments, block, [], lineno=0)
     origin = f.__name__ if owner is None else f'{callback_name(owner)}.{f.__name__}'
     return _known_helper(writing, key, coming_from([define], origin)[0])
+
+def _taken_defaults(inline, method):
+    "The defaults of a function, which has other ones until its names are changed"
+    arguments = method.tree.args
+    _check_defaults(inline, arguments)
+    held = {id(node): (name, node, value) for name,node,value in defaults_of(method.tree, method.f)}
+    both = arguments.defaults,arguments.kw_defaults
+    found = [[node and _default(inline.w, *held[id(node)]) for node in nodes] for nodes in both]
+    for nodes in both: nodes[:] = [node and ast.Constant(None) for node in nodes]
+    return found
 
 def _known_helper(writing, key, define):
     "The name of the same function from another pass, if there is one"

@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #3277d8a9
-import ast, inspect, types
+import ast, inspect, re, types
 
 from torch import nn
 from torch.optim import Optimizer
 
 from isaac_loop.inspection.plain_script.callback_source import Method, mentioned, own_method
+from isaac_loop.inspection.plain_script.script_names import NoSource, bound_names
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
-from isaac_loop.inspection.plain_script.source_of_values import NoSource, bound_names
 from isaac_loop.loop.events import callback_name
 
 # %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #2a5f6a8e
@@ -68,6 +68,7 @@ _OF_OPT = 'param_groups state defaults step zero_grad state_dict'.split() # They
 _WHOLE_GROUP = 'items values update setdefault'.split() # Parameters may be among it
 _MAKERS = nn.Parameter,Optimizer
 _PLAIN_SET = 'Keep what is set in a plain attribute'
+_PRIVATE = re.compile('_[^_].*?__') # Such as `_Mine__k`; `Trainer` has none
 _CANCELLED = 'it asks how a span ended (`trainer.exception`)'
 
 def _no_such(name): return NotWritten(f'`{name}` has no counterpart in a plain loop', _DO_WITHOUT)
@@ -151,7 +152,8 @@ class Inline(ast.NodeTransformer):
         found = self.computed(name)
         if found is not None: return found
         is_method = callable(getattr(type(w.trainer), name, None)) and name not in vars(w.trainer)
-        unknown = name in _NOT_HERE or name.startswith('_') or (is_method and not self.is_own_trainer)
+        hidden = name.startswith('_') and not _PRIVATE.match(name)
+        unknown = name in _NOT_HERE or hidden or (is_method and not self.is_own_trainer)
         if unknown or name in w.trainer._named: raise _no_such(f'trainer.{name}')
         return self.of_owner(w.trainer, node)
 

@@ -16,7 +16,7 @@ import torch
 
 from isaac_loop.basics.tensors import OF_MODULES
 from isaac_loop.data.ways import is_users_module, names_in, package_of
-from isaac_loop.inspection.plain_script.source_of_values import is_installed
+from isaac_loop.inspection.plain_script.script_names import is_installed
 
 # %% ../../../nbs/inspection/plain_script/01_reached_values.ipynb #480452b5
 # Written as they are, or known by a name

@@ -12,7 +12,8 @@ from types import MemberDescriptorType
 from isaac_loop.inspection.plain_script.batch_form import Form
 from isaac_loop.inspection.plain_script.plain_lines import Comment
 from isaac_loop.inspection.plain_script.reached_values import reached, repeated
-from isaac_loop.inspection.plain_script.source_of_values import Names, NoSource, Sources
+from isaac_loop.inspection.plain_script.script_names import Names, NoSource
+from isaac_loop.inspection.plain_script.source_of_values import Sources
 from isaac_loop.inspection.plain_script.unpacked_batches import taking_apart
 from isaac_loop.inspection.swap import Otherwise, StandIn
 from isaac_loop.inspection.watched_calls import alters
@@ -76,7 +77,9 @@ class Writing:
         self.names = Names([*CORE, *parts])
         self.own_names = {*CORE, *parts, *kept} # Which no local variable of a method may have
         self.given_names = {fact[1] for fact in facts if fact[0] == 'given name'} # Nor these, in the end
-        self.sources = Sources(self.names, self.may_write)
+        owners = [type(o) for o in (trainer, *trainer.callbacks)]
+        self._of_owners = {kind for owner in owners for kind in owner.__mro__} # They have variables here
+        self.sources = Sources(self.names, self.may_write, self._of_owners)
         self.training,self.event_now = None,None
         self.evaluated = None # The model whose weights are the best, if not `model`
         self.unpacked,self.pending = False,[] # Does the loop take batches apart? And what comes next
@@ -118,16 +121,28 @@ class Writing:
         owner, # What it belongs to there
     )->bool:
         "Whether `value` may be written; if others hold a part of it, all must be given the one thing"
-        if isinstance(value, type): return value not in self._kinds # Of which the model has objects, say
+        if isinstance(value, type): return self._may_copy(value, owner)
         callbacks = {id(cb): cb for cb in self.trainer.callbacks}
         inside = reached(value, self.closed)
         if id(self.trainer) in inside: raise NotWritten('it holds the trainer itself')
         name = next((callback_name(callbacks[key]) for key in inside if key in callbacks), None)
         if name: raise NotWritten(_HOLDS[0].format(name), _HOLDS[1].format(name))
-        shared = {key for key in inside if self._owners.setdefault(key, owner) != owner} | repeated(value)
-        known = {key for key in inside if self.knows('given', key)}
+        twice = repeated(value)
+        for key in twice: self.note('given', key)
+        return not (self._shared(inside, owner) or twice)
+
+    def _may_copy(self, kind, owner):
+        "Whether a class may be written anew: nobody else has it or what it holds, and no object is of it"
+        if kind in self._kinds | self._of_owners: return False # The model has an object of it, say
+        held = {key for o in vars(kind).values() for key in reached(o, self.closed)}
+        return not self._shared({id(kind), *held}, owner)
+
+    def _shared(self, keys, owner):
+        "Whether others have something; then all must be given the one thing, from the next round on"
+        shared = {key for key in keys if self._owners.setdefault(key, owner) != owner}
+        known = {key for key in keys if self.knows('given', key)}
         for key in shared | known: self.note('given', key)
-        return not (shared or known)
+        return bool(shared | known)
 
     def note(self, *fact):
         "Find something out for the next round"
@@ -209,13 +224,14 @@ def variable(self:Writing,
     if name in self.initial or name in self.needs: return name
     value = held_by(owner, attribute, self)
     if value is self: self.initial[name] = None # It is set before anybody reads it
-    else: self.initial[name] = (self.value(value, name), f'{callback_name(owner)}.{attribute}')
+    else: self.initial[name] = (self.value(value, name, True), f'{callback_name(owner)}.{attribute}')
     return name
 
 @patch
 def value(self:Writing,
     value, # Anything
     name:str, # What to call it if it must be given
+    is_own:bool=False, # Has it this name already?
 )->str: # An expression
     "How a value is written, or the name under which it is given to the script"
     trainer = self.trainer
@@ -225,8 +241,8 @@ def value(self:Writing,
     if id(value) in self._held: return self._held[id(value)][0]
     may_write = self.may_write(value, name)
     mutable = not isinstance(value, (bool, int, float, str, bytes, tuple, type(None)))
-    try: text = self.sources.of(value, name) if may_write else self.need(value, name)
-    except NoSource: text = self.need(value, name)
+    try: text = self.sources.of(value, name) if may_write else self.need(value, name, is_own)
+    except NoSource: text = self.need(value, name, is_own)
     if mutable and not callable(value): self._held[id(value)] = name,value
     return text
 
@@ -234,6 +250,7 @@ def value(self:Writing,
 def need(self:Writing,
     value, # Has no source
     wish:str, # What to call it
+    is_own:bool=False, # Has it this name already? Otherwise it gets one that nobody has
 )->str: # An argument of the script
     "Let the script be given `value`"
     kind = type(value)
@@ -241,7 +258,7 @@ def need(self:Writing,
         raise NotWritten(f'it uses `{wish}`, an object of class `{kind.__name__}`')
     for name,held in self.needs.items():
         if held is value: return name
-    name = wish if wish in self.own_names and wish not in CORE else self.names.new(wish)
+    name = wish if is_own else self.names.new(wish)
     self.own_names.add(name)
     self.note('name', name)
     self.needs[name] = value

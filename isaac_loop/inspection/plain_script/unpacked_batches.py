@@ -11,7 +11,8 @@ import ast
 from types import FunctionType, MethodType
 
 from isaac_loop.inspection.plain_script.plain_lines import lines
-from isaac_loop.inspection.plain_script.source_of_values import NoSource, bound_names, source_of
+from isaac_loop.inspection.plain_script.read_sources import source_of
+from isaac_loop.inspection.plain_script.script_names import NoSource, bound_names
 
 # %% ../../../nbs/inspection/plain_script/05_unpacked_batches.ipynb #908b163b
 _READERS = 'split','len','batch_size' # They leave a batch as it is

@@ -15,7 +15,7 @@ from .inlined_methods import helper
 from .plain_lines import lines
 from .script_writing import NotWritten, Writing
 from .reached_values import reached
-from .source_of_values import NoSource
+from .script_names import NoSource
 from ...loop.events import callback_name
 from ...loop.shared_attributes import offered
 from ...loop.trainer import Trainer

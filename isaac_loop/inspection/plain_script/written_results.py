@@ -13,7 +13,7 @@ import torch
 
 from isaac_loop.basics.tensors import SEQUENCES, n_examples
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
-from isaac_loop.inspection.plain_script.source_of_values import NoSource
+from isaac_loop.inspection.plain_script.script_names import NoSource
 from isaac_loop.inspection.plain_script.written_steps import Lines
 from isaac_loop.metrics.any_metric import MeanOf, MetricOn
 from isaac_loop.metrics.losses import are_sums
@@ -155,7 +155,7 @@ class Metrics(Lines):
             return f'{f}({w.function(m.f, name)})'
         if isinstance(m, MetricOn): raise NotWritten(f'the metric `{name}` is a `MetricOn`', _NO_CHOICE)
         try:
-            if w.may_write(m, id(m)): return w.sources.of(m)
+            if w.may_write(m, id(m)): return w.sources.metric(m)
         except NoSource: pass
         text = w.need(m, f'{name}_metric')
         return f'{w.sources.bring("deepcopy", copy.deepcopy)}({text})' if training else text

@@ -16,7 +16,7 @@ from isaac_loop.inspection.plain_script.known_callbacks import is_ours, kind_of
 from isaac_loop.inspection.plain_script.plain_lines import Leave, NotFlat, coming_from, leaves
 from isaac_loop.inspection.plain_script.plain_lines import lines, within, without_exits
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing, snake
-from isaac_loop.inspection.plain_script.source_of_values import NoSource, NotAlone
+from isaac_loop.inspection.plain_script.script_names import NoSource, NotAlone
 from isaac_loop.loop.handlers import has_own_batch
 from isaac_loop.loop.duplicate_steps import Watched
 from isaac_loop.loop.events import SPANS, STEPS, callback_name
