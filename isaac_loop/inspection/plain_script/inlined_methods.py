@@ -6,168 +6,23 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #70208a27
-import ast, copy, re
-from collections.abc import MutableMapping, MutableSequence, MutableSet
+import ast, copy
 from functools import partial
 from types import FunctionType
 
 from isaac_loop.inspection.plain_script.callback_source import Method, own_method, plain_function
-from isaac_loop.inspection.plain_script.plain_expressions import InlineCalls, expression, name_of
-from isaac_loop.inspection.plain_script.plain_expressions import trainer_names
-from isaac_loop.inspection.plain_script.plain_lines import Known, Leave, NotFlat, Simpler, coming_from
-from isaac_loop.inspection.plain_script.plain_lines import cannot_fail, catches, is_pure, leaves
-from isaac_loop.inspection.plain_script.plain_lines import within, without_exits
-from isaac_loop.inspection.plain_script.read_sources import changed_outside, defaults_of
+from isaac_loop.inspection.plain_script.plain_expressions import expression, name_of, trainer_names
+from isaac_loop.inspection.plain_script.plain_lines import Known, NotFlat, Simpler, cannot_fail, catches
+from isaac_loop.inspection.plain_script.plain_lines import coming_from, is_pure, leaves, within
+from isaac_loop.inspection.plain_script.plain_lines import without_exits
+from isaac_loop.inspection.plain_script.plain_statements import InlineStatements
+from isaac_loop.inspection.plain_script.read_sources import defaults_of
 from isaac_loop.inspection.plain_script.reached_values import reached
 from isaac_loop.inspection.plain_script.script_names import NoSource, bound_names, loaded_names
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing, snake
 from isaac_loop.inspection.plain_script.source_of_values import is_literal
-from isaac_loop.loop.events import CancelBatchException, CancelEpochException, CancelException
-from isaac_loop.loop.events import CancelFitException, CancelStepException, callback_name
+from isaac_loop.loop.events import callback_name
 from isaac_loop.loop.handlers import TrainersOwn
-
-# %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #f10dc8f4
-_SPAN = {CancelFitException: 'fit', CancelEpochException: 'epoch', CancelBatchException: 'batch',
-         CancelStepException: 'step'}
-_ONLY_CHECKS = 'check_monitored','check_name' # They refuse what cannot work, and do nothing else
-_WITH_ARGUMENTS = 'it runs callbacks with arguments of their own'
-_AROUND = 'it changes `{}`, a variable of the function around it', 'Keep it as an attribute of a callback'
-_NOT_KNOWN = 'which events it runs is not known beforehand'
-_IN_TEST = 'it calls `trainer.split` in the condition of a `while`', 'Call it within the loop'
-_LATER = 'it calls `trainer.split` in a `lambda`', 'Call it before, or write a function with a name'
-
-_IN_KEPT = copy.copy,MutableMapping,MutableSequence,MutableSet
-_KEPT = '''
-def kept(value):
-    "`value` as it is now, also if it changes in place later"
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(kept, value))
-    if type(value) is dict:
-        return {k: kept(o) for k, o in value.items()}
-    is_array = hasattr(value, '__array__') and hasattr(value, 'copy')
-    is_open = isinstance(value, (MutableMapping, MutableSequence, MutableSet)) or is_array
-    return copy(value) if is_open else value
-'''
-_MAKE_NUMBERS = 'float int bool str len round item tolist'.split()
-
-def _is_new(value):
-    "Whether an expression gives something that nobody else holds"
-    f = getattr(value, 'func', None)
-    makes_number = getattr(f, 'attr', getattr(f, 'id', None)) in _MAKE_NUMBERS
-    kinds = ast.Constant,ast.BinOp,ast.UnaryOp,ast.Compare,ast.JoinedStr
-    return makes_number or isinstance(value, kinds)
-
-class InlineStatements(InlineCalls):
-    "Rewrites the statements of one method"
-    def visit(self, node):
-        "What a node becomes; a batch is taken apart before the statement that needs its parts"
-        if not isinstance(node, ast.stmt): return super().visit(node)
-        outer,self.w.pending = self.w.pending,[]
-        found = super().visit(node)
-        before,self.w.pending = self.w.pending,outer
-        if not before: return found
-        return [*before, *(found if isinstance(found, list) else [found])]
-
-    def visit_While(self, node):
-        self.generic_visit(node)
-        if self.w.pending: raise NotWritten(*_IN_TEST)
-        return node
-
-    def visit_Lambda(self, node):
-        known = len(self.w.pending)
-        self.generic_visit(node)
-        if len(self.w.pending) > known: raise NotWritten(*_LATER)
-        return node
-
-    def visit_Expr(self, node):
-        call = node.value
-        if isinstance(call, ast.Constant): return None # A docstring
-        f = getattr(call, 'func', None)
-        if getattr(f, 'attr', getattr(f, 'id', None)) in _ONLY_CHECKS: return None
-        found = self.statement(call, f) if isinstance(f, ast.Attribute) else None
-        return self.generic_visit(node) if found is None else found
-
-    def statement(self, call, f):
-        "Statements for a call whose result nobody wants; None if it is an expression as any other"
-        if self.is_trainer(f.value) and f.attr == 'request_stop': return self.request_stop(call)
-        if self.is_trainer(f.value) and f.attr == 'run_callbacks': return self.run_callbacks(call)
-        if self.of_it(f.value, 'history') and f.attr == 'write': return self.write(call)
-        base = self.base_of(f)
-        return self.inlined_call(call) if base is None else self.call_base(base, call)
-
-    def request_stop(self, call):
-        given = [*call.args, *(o.value for o in call.keywords)]
-        reason = ast.unparse(self.visit(given[0])) if given and self.w.knows('reason') else None
-        return ast.parse(self.w.stop(reason)).body
-
-    def run_callbacks(self, call):
-        if call.keywords or self.expand is None: raise NotWritten(_WITH_ARGUMENTS)
-        lists = [a.elts if isinstance(a, (ast.List, ast.Tuple)) else [a] for a in call.args]
-        names = [getattr(entry, 'value', None) for several in lists for entry in several]
-        if not all(isinstance(name, str) for name in names): raise NotWritten(_NOT_KNOWN)
-        pending,self.w.pending = self.w.pending,[]
-        block = [node for name in names for node in self.expand(name)]
-        self.w.pending = pending
-        return block
-
-    def write(self, call):
-        self.w.note('history')
-        self.w.note('rows')
-        for given in call.keywords: self.w.note(*(['maybe', given.arg] if given.arg else ['columns']))
-        args = [self.visit(o) for o in call.args]
-        keywords = [ast.keyword(o.arg, self.kept(o.value)) for o in call.keywords]
-        return ast.Expr(ast.Call(expression('row.update'), args, keywords))
-
-    def kept(self, value):
-        "A value for the row, with a copy where it may change in place later"
-        is_count = any(self.of_it(value, name) for name in ('epoch', 'batch_num', 'n_updates'))
-        found = self.visit(value)
-        if is_count or _is_new(value): return found
-        parts = {f.__name__: self.w.sources.bring(f.__name__, f) for f in _IN_KEPT}
-        text = re.sub(r'\b[A-Z]\w+|copy\b', lambda o: parts.get(o[0], o[0]), _KEPT)
-        return ast.Call(name_of(self.w.definition('kept', text)), [found], [])
-
-    def visit_Raise(self, node):
-        exc = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
-        is_name = isinstance(exc, ast.Name) and exc.id not in self.bound
-        found = self.method.outside(exc.id) if is_name else None
-        span = next((_SPAN[o] for o in getattr(found, '__mro__', ()) if o in _SPAN), None)
-        return Leave(span) if span else self.generic_visit(node)
-
-    def visit_Try(self, node):
-        for handler in node.handlers:
-            kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-            names = [o.id for o in kinds if isinstance(o, ast.Name) and o.id not in self.bound]
-            caught = [o for o in map(self.method.outside, names) if isinstance(o, type)]
-            if any(issubclass(o, CancelException) for o in caught): raise NotWritten('it catches cancels')
-        return self.generic_visit(node)
-
-    def visit_Return(self, node): return ast.Return(None if node.value is None else self.visit(node.value))
-    def visit_Global(self, node): raise NotWritten('it changes a variable of its module')
-    def visit_Nonlocal(self, node):
-        changed = changed_outside(node, self.method.f)
-        if changed: raise NotWritten(_AROUND[0].format(changed[0]), _AROUND[1])
-        return ast.Nonlocal([self.renamed.get(name, name) for name in node.names])
-
-    def visit_Match(self, node): raise NotWritten('it has a `match`', 'Write it with `if` and `elif`')
-    def visit_ClassDef(self, node): raise NotWritten('it defines a class')
-    def visit_Yield(self, node): raise NotWritten('it is a generator')
-    visit_YieldFrom = visit_Await = visit_Yield
-
-    def visit_ExceptHandler(self, node):
-        if node.name: node.name = self.renamed.get(node.name, node.name)
-        return self.generic_visit(node)
-
-    def visit_FunctionDef(self, node):
-        node.name,node.returns = self.renamed.get(node.name, node.name),None
-        return self.generic_visit(node)
-
-    def visit_alias(self, node):
-        bound = (node.asname or node.name).partition('.')[0]
-        if bound in self.renamed: node.asname = self.renamed[bound]
-        return node
 
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #3df64826
 _OURS = __name__.partition('.')[0]
