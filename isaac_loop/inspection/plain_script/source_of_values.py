@@ -13,8 +13,9 @@ from types import FunctionType, ModuleType
 
 import torch
 
-from isaac_loop.inspection.plain_script.read_sources import changed_member, changed_outside, defaults_of
-from isaac_loop.inspection.plain_script.read_sources import has_state, is_lambda, source_of
+from isaac_loop.inspection.plain_script.made_classes import changed_member
+from isaac_loop.inspection.plain_script.read_sources import changed_outside, defaults_of, has_state
+from isaac_loop.inspection.plain_script.read_sources import is_lambda, source_of
 from isaac_loop.inspection.plain_script.script_names import Names, NoSource, NotAlone, address, bound_by
 from isaac_loop.inspection.plain_script.script_names import bound_names, is_installed, loaded_names
 from isaac_loop.inspection.plain_script.script_names import value_of, written_function
