@@ -58,22 +58,12 @@ def _held(value):
 
 def _names(tree): return {o.id for o in ast.walk(tree) if isinstance(o, ast.Name)}
 
-# %% ../../../nbs/inspection/plain_script/05_unpacked_batches.ipynb #8da59950
-_MADE = ast.Tuple,ast.List,ast.Dict,ast.ListComp,ast.DictComp # Surely another thing than before
-FRESH,NEW,PERHAPS = 'fresh','new','perhaps' # Names of its parts: right, not yet given, perhaps right
-
+# %% ../../../nbs/inspection/plain_script/05_unpacked_batches.ipynb #a3913c72
 class AskedAgain(Exception):
     "A function would have to be called again for what may be the same batch"
 
-def once_unpacked(
-    block:list, # Statements of a script
-    again:bool=True, # May one batch be taken apart twice?
-)->list:
-    "Leave out what takes a batch apart where its parts have their names"
-    return _Once(block, again).block(block, PERHAPS)[0]
-
-class _Once:
-    "Goes through statements with what is known of the parts of the batch"
+class _Uses:
+    "Tells which statements of a script take its batch apart, and which may change it"
     def __init__(self, block, again):
         nodes = [inner for node in block for inner in ast.walk(node)]
         self.again,self.batches = again,_also_batch(nodes)
@@ -95,6 +85,12 @@ class _Once:
         "Whether `tree` may take a batch apart"
         return any(map(_takes_apart, ast.walk(tree))) or bool(_names(tree) & self.taking)
 
+# %% ../../../nbs/inspection/plain_script/05_unpacked_batches.ipynb #9b7becb0
+_MADE = ast.Tuple,ast.List,ast.Dict,ast.ListComp,ast.DictComp # Surely another thing than before
+FRESH,NEW,PERHAPS = 'fresh','new','perhaps' # Names of its parts: right, not yet given, perhaps right
+
+class _InOrder(_Uses):
+    "Goes through statements with what is known of the parts of the batch"
     def block(self, block, state):
         "The statements that stay, and what is known after them; None if nobody comes there"
         found = []
@@ -132,6 +128,19 @@ class _Once:
         self.within(node, 'body', PERHAPS)
         return state
 
+    def after_Return(self, node, state): return None
+    after_Raise = after_Break = after_Continue = after_Return
+
+# %% ../../../nbs/inspection/plain_script/05_unpacked_batches.ipynb #5fc45339
+def once_unpacked(
+    block:list, # Statements of a script
+    again:bool=True, # May one batch be taken apart twice?
+)->list:
+    "Leave out what takes a batch apart where its parts have their names"
+    return _Once(block, again).block(block, PERHAPS)[0]
+
+class _Once(_InOrder):
+    "Goes through branches and loops as well, and knows after them what all their ways tell"
     def after_If(self, node, state):
         state = self.plain(node.test, state)
         return _either(self.within(node, 'body', state), self.within(node, 'orelse', state))
@@ -159,9 +168,6 @@ class _Once:
         ends += [self.within(handler, 'body', began) for handler in node.handlers]
         last,end = self.within(node, 'finalbody', inside),_either(*ends)
         return last if last == FRESH else end and self.later(ast.Module(node.finalbody, []), end)
-
-    def after_Return(self, node, state): return None
-    after_Raise = after_Break = after_Continue = after_Return
 
 def _either(*states):
     "What is known where several ways meet"
