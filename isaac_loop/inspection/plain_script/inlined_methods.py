@@ -183,7 +183,7 @@ def _split_returns(block, does_nothing):
 def _keeps_locals(block, own):
     "Whether a function defined in `block` speaks of local variables, which it would share with later calls"
     nodes = [inner for node in block for inner in ast.walk(node)]
-    used_up = {id(o) for node in nodes for o in _used_up(node)}
+    used_up = {id(inner) for node in nodes for inner in _used_up(node)}
     kinds = ast.Lambda,ast.FunctionDef,ast.GeneratorExp
     inner = [o for o in nodes if isinstance(o, kinds) and id(o) not in used_up]
     return any((loaded_names(o)-bound_names(o)) & own for o in inner)

@@ -134,7 +134,7 @@ class Writing:
     def _may_copy(self, kind, owner):
         "Whether a class may be written anew: nobody else has it or what it holds, and no object is of it"
         if kind in self._kinds | self._of_owners: return False # The model has an object of it, say
-        held = {key for o in vars(kind).values() for key in reached(o, self.closed)}
+        held = {key for part in vars(kind).values() for key in reached(part, self.closed)}
         return not self._shared({id(kind), *held}, owner)
 
     def _shared(self, keys, owner):
