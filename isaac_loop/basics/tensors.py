@@ -10,7 +10,7 @@ import copy, dataclasses, math, numbers, os, random, sys
 from collections.abc import Mapping
 from functools import wraps
 from itertools import chain, filterfalse, repeat
-from operator import attrgetter, contains
+from operator import attrgetter, contains, methodcaller
 
 import torch
 from fastcore.foundation import L
@@ -272,7 +272,7 @@ def modules_of(
     level,found = [model],{None: None} # A place for a module may be empty
     while level:
         found.update(zip(level, level))
-        inside = chain.from_iterable(map(dict.values, map(attrgetter('_modules'), level)))
+        inside = chain.from_iterable(map(methodcaller('values'), map(attrgetter('_modules'), level)))
         level = list(dict.fromkeys(filterfalse(found.__contains__, inside)))
     return list(found)[1:]
 

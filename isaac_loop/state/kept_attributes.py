@@ -12,7 +12,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain, compress
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from types import CellType, FunctionType, MethodType
 
 import torch
@@ -221,7 +221,7 @@ class _Held:
         "Remember layers that lead nowhere"
         self.mementos.append(_put_back_of(layers))
         held = chain.from_iterable(map(_tensors_of, layers))
-        self.watched += chain.from_iterable(map(dict.values, held))
+        self.watched += chain.from_iterable(map(methodcaller('values'), held))
 
     def _of_module(self, module):
         "Remember a module; what it leads to"

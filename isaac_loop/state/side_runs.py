@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ def _trained(self:Trainer, modules):
     loaders = [dl for dl in loaders if hasattr(dl, 'load_state_dict')]
     usual = isinstance(self.model, nn.Module) and type(self.model).parameters is nn.Module.parameters
     modules = modules if usual else []
-    held = chain.from_iterable(map(dict.values, chain.from_iterable(map(_tensors_of, modules))))
+    held = chain.from_iterable(map(methodcaller('values'), chain.from_iterable(map(_tensors_of, modules))))
     parts = [*modules, *held] if modules else _parts_of(self.model)
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
