@@ -91,11 +91,18 @@ def attributes_of(x):
         with suppress(AttributeError): found[slot.__name__] = slot.__get__(x)
     return found | (own if isinstance(own, dict) else {})
 
+_BARE = dict,list,tuple,set,frozenset,deque # A class that is derived from one has attributes
+
+def own_attributes(x):
+    "The attributes of a container"
+    return {} if type(x) in _BARE else attributes_of(x)
+
 def as_names(x): return (x,) if isinstance(x, str) else tuple(x)
 
 # %% ../../nbs/state/30_change_marks.ipynb #49a8f204
 SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes})
 CONTAINERS = dict, list, tuple, set, frozenset, deque
+OF_CONTAINER = 'of the container itself' # With a name the key of a part that is no entry
 HELD = *CONTAINERS, array, bytearray
 
 def _held(x):
@@ -193,6 +200,12 @@ class Marker:
         return Mark(Same(x), type(x), {k: self.part(o) for k,o in members.items()})
 
     def _container(self, x):
+        mark,own = self._content(x),own_attributes(x)
+        if not own: return mark
+        parts = {(OF_CONTAINER, k): self.part(o) for k,o in own.items()}
+        return Mark(mark.who, mark.value, (mark.parts or {}) | parts)
+
+    def _content(self, x):
         values = list(x.values()) if isinstance(x, dict) else list(x)
         keys = list(x) if isinstance(x, dict) else range(len(values))
         is_simple = set(map(type, values)) <= SIMPLE and set(map(type, keys)) <= SIMPLE

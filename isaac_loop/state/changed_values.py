@@ -18,8 +18,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .errors import ResumeMismatch, UnsaveableState
 from ..data.random_generators import drawn_from, is_seeds, seeds_at, set_drawn
-from .change_marks import CONTAINERS, HELD, SIMPLE, Code, Marker, Same
-from .change_marks import is_iterator, is_outside, members_of, part_of
+from .change_marks import CONTAINERS, HELD, OF_CONTAINER, SIMPLE, Code, Marker, Same
+from .change_marks import is_iterator, is_outside, members_of, own_attributes, part_of
 from .filled_objects import Filler, is_numeric, is_still
 from .plain_state import plain
 from .run_state import load_opt
@@ -88,7 +88,8 @@ def _member(kind, saved):
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, complex, str, list, tuple, dict, set)}
 
 def _as_made(x):
-    "What a container of a class of its own is made with: a `defaultdict` with a class of Python"
+    "What a container is made with: a `defaultdict` with a class of Python, a `deque` with its limit"
+    if isinstance(x, deque): return dict(maxlen=x.maxlen)
     factory = x.default_factory if type(x) is defaultdict else None
     return dict(factory=factory.__name__) if factory in _FACTORIES.values() else {}
 
@@ -132,9 +133,9 @@ def _is_another(ready, now):
     return ready != now if ready.who == now.who else functions and ready.value != now.value
 
 class Keeper:
-    "Makes data of changed values; what is `shared` gets a number"
-    def __init__(self, world):
-        self.world,self.marker = world,Marker(world)
+    "Makes data of changed values, or of `every` one; what is `shared` gets a number"
+    def __init__(self, world, every=False):
+        self.world,self.marker,self.every = world,Marker(world),every
         self.inside,self.numbers = [],{}
 
     def keep(self, x, begin, ready):
@@ -188,7 +189,7 @@ class Keeper:
         found = {}
         for name,x in members.items():
             was,made,mark = part_of(begin, name),part_of(ready, name),self.marker.mark(x)
-            if was == mark: continue
+            if was == mark and not self.every: continue
             try: found[name] = self.keep(x, was, made)
             except Unkept:
                 if made != mark: raise
@@ -202,6 +203,12 @@ class Keeper:
         if kind == 'anew' and not there: raise Unkept
         return made
 
+    def _own_of(self, x, begin, ready):
+        "What has changed of the attributes of a container, as for a sum beside the entries"
+        members = {(OF_CONTAINER, k): o for k,o in own_attributes(x).items()}
+        own = {k: o for (_,k),o in self.changed(members, begin, ready).items()}
+        return dict(attributes=own) if own else {}
+
     def _is_by_id(self, x):
         "Are keys of `x` the `id`s of parameters and the like, which are others in the next run?"
         return any(type(k) is int and k > 2**20 and k in self.world for k in x)
@@ -213,11 +220,11 @@ class Keeper:
             keys = range(len(values))
             if isinstance(x, dict): keys = [o if type(o) in SIMPLE else id(o) for o in x]
             values = [self._part(o, part_of(begin, k), part_of(ready, k)) for k,o in zip(keys, values)]
-        special = any(type(o) is dict and _KIND in o for o in values)
+        special,own = any(type(o) is dict and _KIND in o for o in values),self._own_of(x, begin, ready)
         if isinstance(x, dict): values = dict(zip(x, values))
-        if type(x) in (dict, list, tuple, set, Counter) and not special: return type(x)(values)
+        if type(x) in (dict, list, tuple, set, Counter) and not (special or own): return type(x)(values)
         if type(x) is deque: return {_KIND: 'deque', 'value': values, 'maxlen': x.maxlen}
-        made = {_KIND: 'like', 'value': values} | _whose(x) | _as_made(x)
+        made = {_KIND: 'like', 'value': values} | _whose(x) | _as_made(x) | own
         if not (_can_be_made(made) or _was_of(type(x), (begin, ready))): raise Unkept
         return made
 
@@ -295,15 +302,14 @@ class Putter:
     def _like(self, here, saved, path):
         "A container of a class of its own, such as a `defaultdict`"
         made,of = self._list(here, saved['value'], path),saved['of']
-        if of in _KINDS: return _KINDS[of](made)
-        kind = _class_of(saved, here)
+        kind = _KINDS.get(of) or _class_of(saved, here)
         if kind is None and saved.get('factory') in _FACTORIES:
             return defaultdict(_FACTORIES[saved['factory']], made)
         if kind is None: return self._lose(here, path)
-        if issubclass(kind, tuple): return kind(*made)
-        new = copy.copy(here)
-        new.clear()
-        (new.extend if isinstance(new, list) else new.update)(made)
+        new = kind(made) if of in _KINDS else _like_with(here, kind, made, saved)
+        if type(new) is type(here):
+            for k,o in own_attributes(here).items(): _set(new, k, o)
+        self.members(new, saved.get('attributes', {}), path)
         return new
 
     def members(self, here, values, path):
@@ -325,6 +331,22 @@ class Putter:
     def _device(self, saved):
         device = torch.device(saved)
         return device if device.type == self.device.type else self.device
+
+def _like_with(here, kind, made, saved):
+    "A container of a class of the user's own with other entries; no `__init__` of that class is called"
+    if issubclass(kind, tuple):
+        try: return tuple.__new__(kind, made)
+        except TypeError: return kind(made) # One of Python's or PyTorch's own, such as `time.struct_time`
+    if issubclass(kind, frozenset): return frozenset.__new__(kind, made)
+    if issubclass(kind, (deque, set)):
+        new = kind.__new__(kind)
+        limits = (saved.get('maxlen'),) if issubclass(kind, deque) else ()
+        (deque if limits else set).__init__(new, made, *limits)
+        return new
+    new = copy.copy(here)
+    new.clear()
+    (new.extend if isinstance(new, list) else new.update)(made)
+    return new
 
 def _set_drawn(here, state, path):
     "Put a generator where another one stood; one of another kind cannot go on there"

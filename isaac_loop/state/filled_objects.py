@@ -13,7 +13,7 @@ from collections import deque
 import torch
 from torch import nn
 
-from isaac_loop.state.change_marks import Mark, Marker, Same
+from isaac_loop.state.change_marks import Mark, Marker, Same, own_attributes
 
 # %% ../../nbs/state/32_filled_objects.ipynb #163e4498
 def is_array(x): return 'numpy' in sys.modules and isinstance(x, sys.modules['numpy'].ndarray)
@@ -75,6 +75,7 @@ def _fill_container(x, new):
     else:
         x.clear()
         (x.extend if isinstance(x, (list, deque)) else x.update)(new)
+        for k,o in own_attributes(new).items(): object.__setattr__(x, k, o)
     return True
 
 class Filler:

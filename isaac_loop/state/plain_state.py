@@ -164,6 +164,11 @@ def _extent(x):
     first,size = x.storage_offset(),x.element_size()
     return first*size, (first+1+sum((n-1)*step for n,step in zip(x.shape, x.stride())))*size
 
+def _is_repeated(x):
+    "Whether numbers of a tensor are one in memory, as `expand` leaves them"
+    first,end = _extent(x)
+    return x.numel()*x.element_size() > end-first
+
 def _geometry(x):
     return dict(dtype=x.dtype, shape=tuple(x.shape), stride=x.stride(), offset=x.storage_offset())
 
@@ -244,6 +249,9 @@ class _ExactWalk(_Walk):
             for x,view in there:
                 if torch.is_tensor(view): continue
                 if overlap: view['of'] = whole
+                elif _is_repeated(x):
+                    part = _all_of(x)[slice(*_extent(x))]
+                    view |= dict(of=_plain_tensor(part, self.copy), offset=0)
                 else: view.update({_KEPT: 'apart', 'value': _plain_tensor(x, self.copy)})
         return made
 
