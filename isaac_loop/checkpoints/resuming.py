@@ -27,7 +27,7 @@ from ..state.comings import take_comings, take_out, warn_of_absent
 from ..state.readers import readers_held
 from ..state.run_parts import check_states, generators, loaders_of, put_workers, workers_begun
 from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
-from ..state.run_state import put_random, put_state
+from ..state.run_state import put_first, put_random, put_state
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, note_parts, script_facts
 from ..state.random_numbers import compact_random_state
@@ -134,6 +134,7 @@ class ResumingCB:
     def _go_on(self, trainer):
         "Put back what was saved between two passes; returns the state"
         state = self._restore(trainer)
+        put_first(trainer, state)
         kept = (state['pass_start'] or {}).get('kept', {})
         warn_of_kept(trainer, others_kept(kept, kept_in(getattr(trainer.dls, 'train', None))))
         return state
@@ -187,6 +188,7 @@ def _pass(self:ResumingCB, trainer, batches):
     if self._found and done:
         begun = take_begun(trainer) if watched else None
         state = self._restore(trainer)
+        put_first(trainer, state)
         batches = self._rest(trainer, batches, state, done, begun)
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}

@@ -19,6 +19,7 @@ from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .array_views import part_views
+from .beginnings import Beginnings, put_beginnings
 from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, value_in
 from .filled_objects import Knower, is_numeric, is_still
 from .comings import Comings, owed
@@ -70,6 +71,7 @@ class OwnState:
         ever = former.ever if former else {} # Names of what changed in any fit
         self.ever = {name: set(names) for name,names in ever.items()}
         self.comings = Comings(trainer, former and former.comings)
+        self.first = Beginnings(former and former.first) # What a fit may change after a save
         self.note(trainer)
 
     def _owners(self, trainer, callbacks, layers=True):
@@ -200,6 +202,7 @@ def take(self:OwnState,
         lost = [k for k in lost+refused if is_opt(name, owner) or not self._is_output(name, k, own[k])]
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
     if of is not None: return found
+    self.first.note(keeper.marker, owners, self._changed, self.begin, self.ready)
     if unkept: _warn_of_lost(unkept)
     self.told.update(unkept)
     self._warn_of_outside(owners, keeper.marker)
@@ -297,6 +300,25 @@ def put(self:OwnState,
     self.back = self._marks_now(trainer)
     gone = [f'`{name}`' for name in saved if name not in owners and saved[name]['state']]
     if tell: _tell(dict(lost=[f'`{path}`' for path in putter.lost], gone=gone, differ=differ))
+
+@patch
+def put_first(self:OwnState,
+    trainer, # That goes on, with everything put back that was saved
+    saved:dict, # What `take` gave
+    between:bool=True, # As for `put`
+):
+    "Let what had not changed when the run was saved, and has since in this process, be as it was then"
+    marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
+    meant = {name: pair for name,pair in owners.items() if between or _knows_its_place(trainer, name)}
+    putter = Putter(_device_of(trainer), self.there)
+    lost = put_beginnings(self.first, putter, marker, meant, saved, self.ever)
+    if lost: warn(_SINCE.format(_listed([_path(*o) for o in lost])))
+    marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
+    self.first.note(marker, owners, self._changed, self.begin, self.ready, goes_on=True)
+
+_SINCE = ('{} changed in this process after the place where the run goes on, and what stood there before was '
+          'not copied, as it is large or cannot be. So the run may be another one. Start the script again, '
+          'in another process: there it goes on exactly.')
 
 @patch
 def _marks_now(self:OwnState, trainer):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['take_parts', 'places_of', 'take_callbacks', 'take_state', 'cut_names', 'load_weights_into', 'put_state',
-           'put_callbacks', 'put_frozen', 'put_weights', 'put_position', 'put_held', 'put_generators', 'put_random']
+           'put_callbacks', 'put_first', 'put_frozen', 'put_weights', 'put_position', 'put_held', 'put_generators',
+           'put_random']
 
 # %% ../../nbs/state/60_run_state.ipynb #43547c4f
 from contextlib import contextmanager
@@ -319,6 +320,14 @@ def put_callbacks(
     own,saved = getattr(trainer, '_own_state', None),as_named_now(trainer, state).get('own')
     between = 'position' in state and not is_in_pass(state['position'])
     if own is not None and saved: own.put(trainer, saved, tell, between)
+
+def put_first(
+    trainer, # That goes on, with everything put back that was saved
+    state:dict, # As `take_state` gave it
+):
+    "Let what changed in this process only after a save be as it was at the beginning"
+    own,saved = getattr(trainer, '_own_state', None),as_named_now(trainer, state).get('own', {})
+    if own is not None: own.put_first(trainer, saved, not is_in_pass(state['position']))
 
 def _put_state_of(name, callback, state):
     "Let `callback` take its state; an error says whose it is"

@@ -1,0 +1,154 @@
+"""`fit` called once more in the same process, after a break: it goes on as the run that was never stopped.
+
+That holds also for what had not changed yet when the checkpoint was written."""
+
+import random
+import types
+from collections import Counter, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cutting import small_trainer
+from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.checkpoints.rewind import RewindCB
+from isaac_loop.state import beginnings
+from runs import Cut, CutCB, fit, tree
+
+
+class LateCB:
+    "Gathers from the second epoch on, so that nothing had changed when the first checkpoint was written"
+
+    def __init__(self):
+        self.number, self.list, self.dict, self.deque, self.nested = 0, [], {}, deque(), [[]]
+        self.counter, self.object, self.long = Counter(), types.SimpleNamespace(n=0), [0] * 30
+        self.tensor, self.view, self.array = torch.zeros(4), None, np.zeros(3)
+        self.view = self.tensor[:2]
+        self.net, self.gone = nn.Linear(1, 1), "here"
+        nn.init.zeros_(self.net.weight)
+        self.generators = torch.Generator().manual_seed(4), random.Random(4), np.random.default_rng(4)
+
+    def before_backward(self, trainer):
+        if trainer.epoch < 1:
+            return
+        self.number += 1
+        self.list.append(self.number)
+        self.dict[len(self.dict)] = self.deque.append(1)
+        self.nested[0].append(self.number)
+        self.counter["a"] += 1
+        self.object.n += 1
+        self.long[0] += 1
+        self.tensor += 1
+        self.array += 1
+        self.net.weight.data += 1
+        self.late = getattr(self, "late", 0) + 1
+        vars(self).pop("gone", None)
+        g, r, n = self.generators
+        self.drawn = torch.rand(1, generator=g).item() + r.random() + n.random()
+        trainer.loss = trainer.loss * self.drawn
+
+
+def held(cb):
+    own = {k: x for k, x in vars(cb).items() if k not in ("generators", "net", "object")}
+    return tree(own | dict(net=cb.net.weight, object=vars(cb.object)))
+
+
+def broken_and_not(make, folder, n=5, every="epoch", loops=1, epochs=3):
+    "The same run left alone, and one that breaks off and goes on in the same process"
+    whole, trainer = fit(make(), epochs, valid=False), make()
+    trainer.add_callbacks(CheckpointCB(folder / "run", every=every))
+    for _ in range(loops):
+        with pytest.raises(Cut):
+            cut = CutCB("before_step", lambda t: t.n_updates == n)
+            fit(trainer, epochs, valid=False, callbacks=cut)
+    fit(trainer, epochs, valid=False)
+    assert all(map(torch.equal, whole.model.parameters(), trainer.model.parameters()))
+    return whole, trainer
+
+
+@pytest.mark.parametrize("loops", [1, 2])
+@pytest.mark.parametrize("every", ["epoch", 2])
+def test_what_changed_only_after_the_checkpoint_is_as_it_was_then(every, loops, tmp_path):
+    whole, trainer = broken_and_not(lambda: small_trainer(LateCB()), tmp_path, every=every, loops=loops)
+    assert held(whole.LateCB) == held(trainer.LateCB)
+
+
+def test_a_rewind_puts_back_what_changed_after_the_place(tmp_path):
+    whole, trainer = fit(small_trainer(LateCB()), 3, valid=False), small_trainer(LateCB(), RewindCB())
+    fit(trainer, 3, valid=False)
+    for epoch in (2, 1, 0):
+        trainer.rewind(epoch)
+        fit(trainer, 3, valid=False)
+        assert held(whole.LateCB) == held(trainer.LateCB)
+
+
+def test_models_datasets_and_classes_are_as_they_were_then_too(tmp_path):
+    class Rows(torch.utils.data.Dataset):
+        def __init__(self):
+            self.level = 0
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, i):
+            return torch.full((1,), float(i + self.level)), torch.full((1,), 2.0 * i)
+
+    class HarderCB:
+        n = 0
+
+        def before_epoch(self, trainer):
+            if trainer.epoch == 1:
+                trainer.dls.train.dataset.level += 1
+                trainer.model.scale += 1
+                type(self).n += 1
+
+        def before_backward(self, trainer):
+            trainer.loss = trainer.loss * (trainer.model.scale + self.n)
+
+    class Net(nn.Linear):
+        scale = 1
+
+        def __init__(self):
+            super().__init__(1, 1)
+            self.scale = 1
+
+    def make():
+        HarderCB.n = 0
+        torch.manual_seed(1)
+        model = Net()
+        dl = torch.utils.data.DataLoader(Rows(), 2)
+        trainer = small_trainer(HarderCB(), dl=dl, model=model)
+        return trainer
+
+    whole, trainer = broken_and_not(make, tmp_path)
+    assert trainer.dls.train.dataset.level == trainer.model.scale - 1 == HarderCB.n == 1
+
+
+def test_what_was_too_large_for_a_copy_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(beginnings, "_MOST", 30_000)
+    trainer = small_trainer(LateCB())
+    trainer.LateCB.big = torch.zeros(10_000)
+
+    def before_batch(trainer):
+        if trainer.epoch == 1:
+            trainer.LateCB.big += 1
+
+    trainer.add_callbacks([before_batch, CheckpointCB(tmp_path / "run")])
+    with pytest.raises(Cut):
+        fit(trainer, 3, valid=False, callbacks=CutCB("before_step", lambda t: t.n_updates == 5))
+    with pytest.warns(UserWarning, match="^`LateCB.big` changed in this process .*in another process"):
+        fit(trainer, 3, valid=False)
+
+
+def test_what_a_user_has_set_between_two_fits_stays(tmp_path):
+    "Only what a fit has changed is put back"
+    trainer = small_trainer(LateCB(), CheckpointCB(tmp_path / "run"))
+    trainer.LateCB.table = torch.zeros(2)
+    with pytest.raises(Cut):
+        fit(trainer, 3, valid=False, callbacks=CutCB("before_step", lambda t: t.n_updates == 5))
+    trainer.LateCB.table = torch.ones(2)
+    trainer.LateCB.other = "new"
+    fit(trainer, 3, valid=False)
+    assert trainer.LateCB.table.sum() == 2 and trainer.LateCB.other == "new"
