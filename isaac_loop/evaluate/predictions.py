@@ -61,9 +61,14 @@ class WholeCB:
         self.why = self.why or f'{type(exception).__name__}: {exception}'.rstrip(': ')
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #ef2ab0d2
+_NO_LOSS = (' Only predictions are made here, so no loss is computed. Ask for it, as by '
+            '`get_preds(with_loss=True)`; or give a callback that only watches `order = Order.RECORD`, with '
+            "which it is left out here; or let it ask `hasattr(trainer, 'loss')`.")
+
 class NoLossCB:
     "Leave out the loss, which predictions do not need, and data without targets cannot have"
     order = Order.LAST
+    _instead = _NO_LOSS
     def before_get_loss(self, trainer): raise CancelStepException('only predictions are wanted')
 
 # %% ../../nbs/evaluate/20_predictions.ipynb #cf0db88c

@@ -91,7 +91,8 @@ def who_left(
     if event not in steps.get(name, ()) or batch_num != vars(trainer).get('batch_num'): return ''
     pairs = [pair for kind in trainer.plan.entries.values() for pair in kind.get(event, ())]
     callback = next((cb for cb,found in pairs if found == handler), None)
-    return _LEFT_OUT.format(who=event if callback is None else f'{callback_name(callback)}.{event}')
+    who = event if callback is None else f'{callback_name(callback)}.{event}'
+    return getattr(callback, '_instead', None) or _LEFT_OUT.format(who=who) # First what the library says
 
 _NOBODY = ' Nobody does `{}` here: add `BasicTrainCB`, or a callback with a method of that name.'
 _WRITTEN_IN = dict(preds='predict', loss='get_loss') # Steps

@@ -1314,3 +1314,15 @@ def test_padding_that_is_ignored_does_not_count_in_the_loss_of_an_example(made, 
         pytest.skip("Its usual value is -100")
     alone = [module(scores[i : i + 1], words[i : i + 1]) for i in range(3)]
     assert torch.allclose(loss_per_example(kinds[made], scores, words), torch.stack(alone))
+
+
+def test_a_callback_that_reads_the_loss_is_told_how_predictions_have_one():
+    class SeesCB:
+        def after_batch(self, trainer):
+            self.last = trainer.loss.item()
+
+    trainer = make_trainer([SeesCB()])
+    with pytest.raises(AttributeError, match="`get_preds.with_loss=True.`.*`order = Order.RECORD`") as failed:
+        trainer.get_preds()
+    assert "NoLossCB" not in str(failed.value)
+    assert len(trainer.get_preds(with_loss=True)) == len(trainer.dls.valid.dataset)
