@@ -153,7 +153,7 @@ def digest_of_bytes(x):
     return crc32(once.view(torch.uint8).numpy()), x.dtype, tuple(x.shape)
 
 # %% ../../nbs/state/30_change_marks.ipynb #802a00d5
-_MANY,_DEEP = 10_000,50
+MANY,_DEEP = 10_000,50
 
 def _comparable(values):
     "A tuple of simple values, equal to that of the same ones also where some are NaN"
@@ -211,7 +211,7 @@ class Marker:
         is_simple = set(map(type, values)) <= SIMPLE and set(map(type, keys)) <= SIMPLE
         if is_simple:
             return Mark(value=(type(x), tuple(keys), _comparable(values), tuple(map(type, values))))
-        if len(values) > _MANY: # Not what lies in each
+        if len(values) > MANY: # Not what lies in each
             ids = (id(k) if type(k) not in SIMPLE else k for k in keys)
             return Mark(Same(x), (tuple(ids), tuple(map(id, values))))
         names = [k if type(k) in SIMPLE else id(k) for k in keys]

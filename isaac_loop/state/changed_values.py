@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .errors import ResumeMismatch, UnsaveableState
 from ..data.random_generators import drawn_from, is_seeds, seeds_at, set_drawn
-from .change_marks import CONTAINERS, HELD, OF_CONTAINER, SIMPLE, Code, Marker, Same
+from .change_marks import CONTAINERS, HELD, MANY, OF_CONTAINER, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, own_attributes, part_of
 from .filled_objects import Filler, is_numeric, is_still
 from .plain_state import plain
@@ -217,6 +217,7 @@ class Keeper:
         if isinstance(x, dict) and self._is_by_id(x): raise Unkept
         values = list(x.values()) if isinstance(x, dict) else list(x)
         if not set(map(type, values)) <= SIMPLE:
+            if self.every and len(values) > MANY: raise Unkept # It is mostly data
             keys = range(len(values))
             if isinstance(x, dict): keys = [o if type(o) in SIMPLE else id(o) for o in x]
             values = [self._part(o, part_of(begin, k), part_of(ready, k)) for k,o in zip(keys, values)]

@@ -197,7 +197,7 @@ def take(self:OwnState,
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
         if state or settings: found[name] = dict(state=state, settings=settings)
         if made: found[name]['made'] = made
-        deleted = self._deleted(trainer, name, own)
+        deleted = self._deleted(trainer, name, owner, own)
         if deleted: found.setdefault(name, dict(state={}, settings={}))['deleted'] = deleted
         lost = [k for k in lost+refused if is_opt(name, owner) or not self._is_output(name, k, own[k])]
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
@@ -214,9 +214,10 @@ def _is_as_made(self:OwnState, marker, name, k, x):
     return type(x) in SIMPLE and part_of(self.ready.get(name), k) == marker.mark(x)
 
 @patch
-def _deleted(self:OwnState, trainer, name, own):
+def _deleted(self:OwnState, trainer, name, owner, own):
     "Names of attributes that a callback had, and has no more"
     had = [k for marks in (self.begin, self.ready) if name in marks for k in marks[name].names()]
+    had += self.first.names(name, owner) # Deleted by a fit that broke off
     gone = list(dict.fromkeys(k for k in had if k not in own))
     return gone if gone and any(name in holders(cb) for cb in trainer.callbacks) else []
 
