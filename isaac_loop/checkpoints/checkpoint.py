@@ -35,7 +35,8 @@ from ..state.plain_state import plain
 from ..state.run_folder import run_folder
 from ..state.run_parts import bare, held_loaders, loaders_of, parts_of
 from ..state.script_facts import note_left
-from ..state.run_state import cut_names, put_weights, take_parts, take_state, take_told_opt
+from ..state.run_state import cut_names, put_mode, put_weights, take_parts
+from ..state.run_state import take_state, take_told_opt
 from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
 
@@ -249,10 +250,9 @@ def _take_history(self:CheckpointCB, trainer):
 @patch
 def _take_result(self:CheckpointCB, trainer):
     "Take over everything of this very fit"
-    position = self._found[1]['position']
-    self._restore(trainer)
-    trainer.stop_reason = position['stop_reason']
-    if hasattr(trainer.model, 'train'): trainer.model.train(position['model_trains'])
+    state = self._restore(trainer)
+    trainer.stop_reason = state['position']['stop_reason']
+    put_mode(trainer, state)
     return True
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #3268b108

@@ -21,8 +21,9 @@ from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
 from ..state.owners import holders, may_be_state
 from ..state.run_checks import check_fits, data_unchecked
-from ..state.run_parts import generators
-from ..state.script_facts import exchanged_loaders, exchanged_opts, other_facts, script_facts
+from ..state.run_parts import generators, on_graph
+from ..state.script_facts import exchanged_loaders, exchanged_names, exchanged_opts, other_facts
+from ..state.script_facts import script_facts
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #b2dc5525
 _WORKERS = ('The training loader has persistent workers, whose random numbers cannot be saved, '
@@ -106,14 +107,27 @@ _ANOTHER_LOADER = ('`dls.{0}` was exchanged in the course of this fit. Started a
                    'another one. Choose the loader of a pass in `before_epoch`, by `trainer.dl = ...` and '
                    '`trainer.epoch`, which a run that goes on does again.')
 
+_OTHER_NAMES = ('In the course of this fit {}. Started again, the script begins with the model as it was at '
+                'first, which cannot go on from what is saved. Have parameters and buffers there from the '
+                'beginning, as by `register_buffer` in `__init__`, and freeze what is to learn later.')
+
+_ON_GRAPH = ('The weights of {} hang on a graph: they were computed from others with gradients. A checkpoint '
+             'keeps values and no graph, so a run that goes on may be another one, and the graph grows with '
+             'each update. Update them under `torch.no_grad()`.')
+
 def tell_exchanged(trainer, told=()):
-    "Say that a fit has other optimizers or loaders than it began with; the kinds of which that was said"
+    "Say that a fit has other parts than it began with, or such as hang on a graph; the kinds that were said"
     if not trainer.ranks.is_main: return told
     opts = exchanged_opts(trainer) if 'opts' not in told else []
     loaders = exchanged_loaders(trainer) if 'loaders' not in told else []
+    names = exchanged_names(trainer) if 'names' not in told else []
+    graph = on_graph(trainer) if 'graph' not in told else []
     if opts: warn(_ANOTHER.format(' and '.join(opts)))
+    if names: warn(_OTHER_NAMES.format(', '.join(names[:4]) + f' (and {len(names)-4} more)'*(len(names) > 4)))
+    if graph: warn(_ON_GRAPH.format(', '.join(f'`{o}`' for o in graph)))
     if loaders: warn(_ANOTHER_LOADER.format(loaders[0]))
-    return (*told, *['opts']*bool(opts), *['loaders']*bool(loaders))
+    found = dict(opts=opts, loaders=loaders, names=names, graph=graph)
+    return (*told, *(kind for kind,some in found.items() if some))
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #5f28643c
 _ORDER = ('The order of `dls.train` is that of the saved run, whose processes have drawn the seed {seed}; '

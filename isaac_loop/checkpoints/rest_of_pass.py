@@ -138,7 +138,14 @@ def numbers_kept(
     try: yield
     finally:
         put_generators(trainer, state.get('generators', {}))
-        put_readers_of(trainer, start, 'now', still | same_values(before, readers_held(trainer)))
+        after = readers_held(trainer)
+        alone = same_values(before, after) | _came(start, before, after)
+        put_readers_of(trainer, start, 'now', still | alone)
+
+def _came(start, *held):
+    "Names of values of a saved pass that are in none of `held`, such as an attribute that a callback has set"
+    now = start.get('readers', {}).get('now', {})
+    return {(name, k) for name,own in now.items() for k in own if not any(k in o.get(name, {}) for o in held)}
 
 def begin_pass_anew(
     trainer, # Its loader knows its position

@@ -27,7 +27,7 @@ from ..state.comings import take_comings, take_out, warn_of_absent
 from ..state.readers import readers_held
 from ..state.run_parts import check_states, generators, loaders_of, put_workers, workers_begun
 from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
-from ..state.run_state import put_first, put_random, put_state
+from ..state.run_state import put_first, put_mode, put_random, put_state
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, note_parts, script_facts
 from ..state.random_numbers import compact_random_state
@@ -81,16 +81,18 @@ class ResumingCB:
         position,state = self._found[1]['position'] if self._found else {},None
         if self._found and not (is_in_pass(position) or position.get('trained')): state = self._go_on(trainer)
         elif is_in_pass(position): take_out(trainer, self._mine(trainer)[1]['pass_start'].get('gone', {}))
-        first = self._next
+        first,walked = self._next,False
         for epoch in epochs:
             if epoch < first: # Whoever has wrapped the epochs sees them again
                 if state and type(epochs) is not range: put_callbacks(trainer, state, tell=False)
                 continue
             self._find_again(trainer, epoch)
+            walked = True
             yield epoch
             self._look_for_awaited(trainer)
             self._batches,self._next = 0,epoch+1
             with _named(self, trainer): self._between_epochs(trainer)
+        if state and not walked: put_mode(trainer, state) # No pass has set it
 
     def _passes(self, trainer, passes):
         "The passes of an epoch, without a training pass whose end was told before"

@@ -12,7 +12,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from ..data.fingerprint import loss_of, tells
+from ..data.fingerprint import Seen, loss_of, tells
 from ..data.generators import held_loaders_in
 from ..data.resumable_loaders import Resumable
 from ..loop.events import callback_name
@@ -194,9 +194,23 @@ def held_parameters(trainer):
             found |= {path: p for path,p in leaves.items() if id(p) not in known}
     return found
 
+def grad_of(p):
+    "The gradient that was gathered on a parameter, or None; one in a graph has none"
+    return p.grad if p.is_leaf or p.retains_grad else None
+
+def on_graph(trainer):
+    "Modules that users' callbacks hold and whose weights were computed from others, by path"
+    found = []
+    for cb in trainer.callbacks:
+        if type(cb).__module__.startswith('isaac_loop.'): continue
+        held = {k: x for k,x in getattr(cb, '__dict__', {}).items() if isinstance(x, nn.Module)}
+        others = [k for k,x in held.items() if not all(p.is_leaf for p in x.parameters())]
+        found += [f'{callback_name(cb)}.{k}' for k in others]
+    return found
+
 def _leaves_of(path, x, depth=3):
     "Tensors that gradients belong to, in a module, a tensor, or a few of them; a list may hold itself"
-    if isinstance(x, nn.Module): return {f'{path}.{name}': p for name,p in x.named_parameters()}
+    if isinstance(x, nn.Module): return {f'{path}.{name}': p for name,p in x.named_parameters() if p.is_leaf}
     if isinstance(x, torch.Tensor): return {path: x} if x.is_leaf and x.requires_grad else {}
     several = x.items() if type(x) is dict else enumerate(x) if type(x) in (list, tuple) else ()
     if not several or len(x) > 100 or not depth: return {}
@@ -317,11 +331,56 @@ def generators(
     found,loaders = {},{name: getattr(trainer.dls, name, None) for name in ('train', 'valid')}
     for name,dl in (loaders | _beside(trainer)).items():
         if hasattr(dl, 'load_state_dict'): continue
-        for part in (dl, getattr(dl, 'sampler', None), getattr(dl, 'batch_sampler', None)):
-            own = getattr(part, 'generator', None)
+        for part in _drawing(dl):
+            own,path = getattr(part, 'generator', None),f'{name}.{type(part).__name__}'
             known = any(own is o for o in found.values())
-            if isinstance(own, torch.Generator) and not known: found[f'{name}.{type(part).__name__}'] = own
+            if isinstance(own, torch.Generator) and not known: found[path + '.inner'*(path in found)] = own
     return found
+
+def _drawing(dl):
+    "A loader and its samplers, also the one inside that groups rows"
+    of_batches = getattr(dl, 'batch_sampler', None)
+    return dl, getattr(dl, 'sampler', None), of_batches, getattr(of_batches, 'sampler', None)
+
+# %% ../../nbs/state/56_run_parts.ipynb #7be90b01
+def _lists(trainer):
+    both = {name: getattr(getattr(trainer, 'dls', None), name, None) for name in ('train', 'valid')}
+    return {name: dl for name,dl in both.items() if type(dl) is list}
+
+def _noted(trainer):
+    found = vars(trainer).setdefault('_data_seen', Seen()).found
+    return found.setdefault('orders', (None, {}))[1]
+
+def note_orders(
+    trainer, # With loaders
+):
+    "Note in which order lists of batches are; what was noted of the same batches before stays"
+    noted = _noted(trainer)
+    for name,dl in _lists(trainer).items():
+        now = list(map(id, dl))
+        if sorted(noted.get(name, ())) != sorted(now): noted[name] = now
+
+def batch_orders(
+    trainer, # With loaders
+)->dict: # By name: for each batch its place when the orders were noted; only what is otherwise now
+    "The orders of lists of batches"
+    noted,found = _noted(trainer),{}
+    for name,dl in _lists(trainer).items():
+        now,first = list(map(id, dl)),noted.get(name, [])
+        places = {key: i for i,key in enumerate(first)}
+        if now != first and sorted(now) == sorted(first): found[name] = [places[key] for key in now]
+    return found
+
+def put_orders(
+    trainer, # With loaders
+    orders:dict, # What `batch_orders` gave
+):
+    "Let lists of batches be in the order that they had"
+    note_orders(trainer)
+    for name,dl in _lists(trainer).items():
+        first,batches = _noted(trainer)[name],{id(batch): batch for batch in dl}
+        order = orders.get(name, range(len(dl)))
+        if len(order) == len(dl): dl[:] = [batches[first[i]] for i in order]
 
 # %% ../../nbs/state/56_run_parts.ipynb #d444ad89
 def _lasting(trainer):

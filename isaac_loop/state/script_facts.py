@@ -10,10 +10,12 @@ import difflib, re
 from numbers import Real
 from operator import is_
 
+from torch import nn
+
 from ..basics.settings import show_settings
 from ..data.fingerprint import Seen
 from ..loop.events import Order, callback_name
-from .run_parts import bare, opts_made
+from .run_parts import bare, note_orders, opts_made, parts_of
 
 # %% ../../nbs/state/58_script_facts.ipynb #f7a7a6bd
 def _taking_part(trainer):
@@ -96,6 +98,8 @@ def note_parts(
     "Note of what the optimizers are made, and which loaders there are, when every callback has begun the fit"
     found = vars(trainer).setdefault('_data_seen', Seen()).found
     found['opts'],found['loaders'] = (None, opts_made(trainer)),(None, _loaders(trainer))
+    note_orders(trainer)
+    found['names'] = None,(_names_in(trainer, empty=True), _names_in(trainer))
 
 def _loaders(trainer):
     dls = getattr(trainer, 'dls', None)
@@ -123,6 +127,30 @@ def exchanged_loaders(
     now = _loaders(trainer)
     began = vars(trainer).get('_data_seen', Seen()).found.get('loaders', (None, now))[1]
     return [name for name,dl in now.items() if dl is not began[name]]
+
+def _names_in(trainer, empty=False):
+    "By part: names of parameters and buffers that a `state_dict` has, also of those that are None"
+    parts = {'model': bare(getattr(trainer, 'model', None))} | parts_of(trainer, nn.Module)
+    return {name: _tensors_in(m, empty) for name,m in parts.items() if isinstance(m, nn.Module)}
+
+def _tensors_in(module, empty):
+    found = []
+    for path,m in module.named_modules():
+        without = m._non_persistent_buffers_set
+        own = {**m._parameters, **{k: x for k,x in m._buffers.items() if k not in without}}
+        found += [f'{path}.{k}'.lstrip('.') for k,x in own.items() if empty or x is not None]
+    return found
+
+def exchanged_names(
+    trainer, # In a fit
+)->list: # A text for each name
+    "Parameters and buffers that came in this fit, or that have gone"
+    now = _names_in(trainer)
+    known,began = vars(trainer).get('_data_seen', Seen()).found.get('names', (None, (now, now)))[1]
+    both = [name for name in now if name in began]
+    came = [f'`{name}.{k}` has come' for name in both for k in now[name] if k not in set(known[name])]
+    gone = [f'`{name}.{k}` has gone' for name in both for k in began[name] if k not in set(now[name])]
+    return came+gone
 
 def _exchanged(name, was, now):
     if was is None: return f'`trainer.{name}` is new'
