@@ -308,8 +308,8 @@ class Putter:
             return defaultdict(_FACTORIES[saved['factory']], made)
         if kind is None: return self._lose(here, path)
         new = kind(made) if of in _KINDS else _like_with(here, kind, made, saved)
-        if type(new) is type(here):
-            for k,o in own_attributes(here).items(): _set(new, k, o)
+        unchanged = own_attributes(here) if type(new) is type(here) else {}
+        for k,x in unchanged.items(): _set(new, k, x)
         self.members(new, saved.get('attributes', {}), path)
         return new
 

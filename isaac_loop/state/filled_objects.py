@@ -75,7 +75,7 @@ def _fill_container(x, new):
     else:
         x.clear()
         (x.extend if isinstance(x, (list, deque)) else x.update)(new)
-        for k,o in own_attributes(new).items(): object.__setattr__(x, k, o)
+        for k,value in own_attributes(new).items(): object.__setattr__(x, k, value)
     return True
 
 class Filler:
