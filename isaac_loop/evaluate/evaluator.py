@@ -98,7 +98,8 @@ def _tensors_of(model):
         kinds = [getattr(model, kind)() for kind in ('parameters', 'buffers') if hasattr(model, kind)]
         return [x for tensors in kinds for x in tensors]
     held = chain.from_iterable(map(attrgetter('_parameters', '_buffers'), modules_of(model)))
-    return [x for x in chain.from_iterable(map(methodcaller('values'), held)) if x is not None] # In half the time
+    found = chain.from_iterable(map(methodcaller('values'), held)) # In half the time
+    return [x for x in found if x is not None]
 
 def _place_of(x):
     try: return id(x),x.data_ptr(),x._version
