@@ -35,7 +35,7 @@ from .snapshot import put_all_back
 # %% ../../nbs/state/39_kept_attributes.ipynb #f5626668
 def _shape_of(module):
     "The class of a module and the names of its parts, which are others once it has built itself"
-    return type(module),*map(tuple, _parts_of(module))
+    return type(module),*map(tuple, map(methodcaller('keys'), _parts_of(module)))
 
 _parts_of = attrgetter('_parameters', '_modules')
 
@@ -90,7 +90,7 @@ def _put_back_of(layers):
     def put_back():
         spaces = list(map(vars, layers))
         for own,was in zip(spaces, before):
-            if own['training'] is not was['training']: own['training'] = was['training']
+            if own.get('training') is not was.get('training'): own['training'] = was['training']
         same = list(map(len, spaces)) == list(map(len, before))
         if same and all(map(is_, values_in(spaces), values_in(before))): return
         for m,shape,was in zip(layers, shapes, before):
