@@ -1019,4 +1019,34 @@ MUTANTS = [
         "broke_off,makes_new = False,",
         ["test_gradients_of_a_fit_that_broke_off_do_not_stay_in_nets_in_a_list"],
     ),
+    # What an evaluation puts back of layers, modes and samplers
+    Mutant(
+        "a module that was given a `train` of its own is not called",
+        "set_mode",
+        "any(map(contains, map(vars, modules), repeat('train')))",
+        "False",
+        ["test_a_module_that_was_given_a_train_of_its_own_is_called"],
+    ),
+    Mutant(
+        "what an evaluation sets in layers of PyTorch stays",
+        "_put_back_of",
+        "_put_back(vars(m), was)",
+        "pass",
+        ["test_what_an_evaluation_sets_in_layers_is_gone_and_what_it_changes_is_as_it_was"],
+    ),
+    Mutant(
+        "samplers are not put back",
+        "_of_whole",
+        "own.update(was)",
+        "pass",
+        ["test_samplers_are_as_they_were_after_an_evaluation"],
+    ),
+    # Whoever forgets the base
+    Mutant(
+        "a `before_fit` that leaves out that of its base is not seen",
+        "left_out",
+        "if base is None: return None",
+        "return None",
+        ["test_whoever_forgets_the_base_is_found"],
+    ),
 ]
