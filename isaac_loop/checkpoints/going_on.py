@@ -19,7 +19,7 @@ from ..loop.events import callback_name
 from ..state.change_marks import is_outside
 from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
-from ..state.owners import holders, may_be_state
+from ..state.holders import holders, may_be_state
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.run_parts import generators, on_graph
 from ..state.script_facts import exchanged_loaders, exchanged_names, exchanged_opts, other_facts

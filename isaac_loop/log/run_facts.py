@@ -14,7 +14,7 @@ from ..checkpoints.resuming import CompleteAlready
 from .file_values import brief_text, plain, simple
 from ..loop.events import callback_name
 from ..state.keeps_state import KeepsState
-from ..state.owners import unasked
+from ..state.holders import unasked
 
 # %% ../../nbs/log/33_run_facts.ipynb #6193e29e
 _ABOUT_ITSELF = 'callbacks','stateless','on_ranks','batch_columns' # What it brings, may forget, writes

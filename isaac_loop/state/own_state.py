@@ -26,9 +26,10 @@ from .comings import Comings, owed
 from .errors import UnsaveableState
 from .change_marks import SIMPLE, Code, Mark, Marker, Same
 from .change_marks import attributes_of, part_of
-from .owners import World, add_generators_of, holders, is_layer, is_part
+from .holders import besides, holders, is_beside, may_be_state, unasked
+from .owners import World, add_generators_of, is_layer, is_part
 from .held_callables import keepers_in
-from .owners import OPT, besides, is_beside, is_opt, may_be_state, of_other, others_of, unasked
+from .owners import OPT, is_opt, of_other, others_of
 from .plain_state import from_plain, plain
 
 # %% ../../nbs/state/38_own_state.ipynb #4ff82aef

@@ -7,149 +7,23 @@ __all__ = []
 
 # %% ../../nbs/state/37_owners.ipynb #1cb41cb6
 from collections import deque
-from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from itertools import filterfalse
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 
 import torch
 from torch import nn, optim
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Subset
 
 from ..basics.tensors import OF_MODULES
-from ..loop.events import callback_name
-from .changed_values import tells_state
-from .change_marks import CONTAINERS, SIMPLE, as_names, attributes_of, is_installed
+from .change_marks import SIMPLE, attributes_of, is_installed
 from .held_callables import FEW, OF_LAYERS, as_key, is_users
 from .held_callables import closed_over, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
 from ..data.random_generators import is_generator, is_seeds
+from .holders import besides, is_own, looked_at, may_be_state, unasked
 from .run_parts import bare, opts_inside, parts_of, told_opt
-
-# %% ../../nbs/state/37_owners.ipynb #71f25df3
-_STATELESS = ('`{}.stateless` is {!r}, which does not say what may be forgotten when a run goes on. '
-              'Use the name of an attribute, several as a tuple, or True for all of them.')
-
-def unasked(callback):
-    "Names of attributes that need not be kept, as the class and its bases say in `stateless`; True for all"
-    places = [getattr(callback, '__dict__', {}), *map(vars, type(callback).__mro__)]
-    said = [own['stateless'] for own in places if own.get('stateless')]
-    for names in said:
-        if names is not True and not isinstance(names, (str, *CONTAINERS)):
-            raise TypeError(_STATELESS.format(callback_name(callback), names))
-    if any(o is True for o in said): return True
-    return {name for names in said for name in as_names(names)}
-
-def looked_at(callback):
-    "Whose attributes the state of `callback` is: of the object, for one of its methods"
-    return callback.__self__ if isinstance(callback, MethodType) else callback
-
-def holders(callback):
-    "By name: an object whose attributes are state of `callback`, and what to leave out; none if it tells it"
-    of_another = getattr(type(callback), '_state_holders', None) # Of an adapter: a foreign callback
-    if of_another is not None: return {name: (o, unasked(o)) for name,o in of_another(callback).items()}
-    name,owner,without = callback_name(callback),looked_at(callback),unasked(callback)
-    if tells_state(callback): return _of_library(callback, name)
-    if without is True: return {name: (owner, True)}
-    own = {k: o for k,o in attributes_of(owner).items() if k not in without}
-    roots = {f'{name}.{k}': o for k,o in own.items()} | {name: owner}
-    held = {path: o for path,o in keepers_in(roots).items() if o is not owner}
-    return {name: (owner, without)} | {path: (o, unasked(o)) for path,o in held.items()}
-
-def _of_library(callback, name):
-    "What was given to a callback of the library, which tells only its own state, and keeps something itself"
-    package,_,rest = type(callback).__module__.partition('.')
-    if package != 'isaac_loop' or rest.startswith('log.'): return {} # Logs belong to the world outside
-    own = {k: o for k,o in attributes_of(callback).items() if type(o) not in SIMPLE}
-    own = {k: o for k,o in own.items() if k[0] != '_' and k not in _OF_LIBRARY}
-    held = keepers_in({f'{name}.{k}': o for k,o in own.items()}, given=True)
-    schedule = _of_schedule(f'{name}.scheduler', getattr(callback, '__dict__', {}).get('scheduler'))
-    return {path: (o, unasked(o)) for path,o in held.items()} | schedule
-
-_OF_LIBRARY = 'metrics','scheduler' # Metrics begin anew with each pass
-
-def _of_schedule(path, x):
-    "The functions of a schedule, and one of a user's class without what `SchedulerCB` saves: plain values"
-    if not isinstance(x, LRScheduler): return {}
-    own = attributes_of(x)
-    inner = own.get('_schedulers') if isinstance(own.get('_schedulers'), list) else []
-    found = {k: part for i,one in enumerate(inner) for k,part in _of_schedule(f'{path}[{i}]', one).items()}
-    functions = keepers_in({f'{path}.lr_lambdas': own.get('lr_lambdas')}, given=True)
-    found |= {k: (o, unasked(o)) for k,o in functions.items()}
-    if is_installed(type(x).__module__) or unasked(x) is True: return found
-    plain = {k for k,o in own.items() if _is_plain(o)}
-    return found | {path: (x, unasked(x) | plain | {'optimizer'})}
-
-def _is_plain(x):
-    if isinstance(x, Mapping): return all(map(_is_plain, x.values()))
-    return x is None or isinstance(x, (bool, int, float, str, list, tuple, torch.Tensor))
-
-def _of_class(owner):
-    "Lists, dicts and sets in the class of a user: whoever adds to one keeps something there"
-    return {k: getattr(type(owner), k) for k in _names_of_class(type(owner)) if hasattr(type(owner), k)}
-
-@lru_cache(maxsize=256)
-def _names_of_class(cls):
-    "Their names, found once"
-    own = [base for base in cls.__mro__ if _is_own(base)]
-    held = {}
-    for base in reversed(own): held |= vars(base)
-    return [k for k,o in held.items() if type(o) in (list, dict, set) and not k.startswith('__')]
-
-_IN_CLASS = SIMPLE | {torch.Tensor}
-_FILLED = list,dict,set,deque,torch.Tensor
-
-def besides(
-    found:dict, # Pairs of an owner and its attributes, by name
-)->dict: # Pairs of an object that holds values, and these, by name
-    "What the classes of owners hold, such as a number that counts, and the default values of functions"
-    held,seen = {},set()
-    for name,(owner,_) in found.items():
-        path = name or 'trainer'
-        if isinstance(owner, FunctionType): held |= _of_function(path, owner)
-        for i,cls in enumerate(type(owner).__mro__):
-            if id(cls) in seen or not _is_own(cls) or is_installed(str(cls.__module__)): continue
-            seen.add(id(cls))
-            held |= _beside(f'{path}.__class__' + f'.__mro__[{i}]'*(i > 0), cls, unasked(owner))
-    return held
-
-def _beside(path, cls, without):
-    if without is True: return {}
-    own = {k: o for k,o in vars(cls).items() if k not in without and k != 'stateless' and k[:2] != '__'}
-    values = {k: o for k,o in own.items() if type(o) in _IN_CLASS}
-    methods = {k: o for k,o in vars(cls).items() if isinstance(o, FunctionType) and k not in without}
-    found = {path: (cls, values)} if values else {}
-    for name,f in methods.items(): found |= _of_function(f'{path}.{name}', f)
-    return found
-
-def _of_function(path, f):
-    "Default values that can be filled, and optimizers that a function closes over"
-    n,code = len(f.__defaults__ or ()),f.__code__
-    given = dict(zip(code.co_varnames[code.co_argcount-n:code.co_argcount], f.__defaults__ or ()))
-    filled = {k: o for k,o in (given | (f.__kwdefaults__ or {})).items() if isinstance(o, _FILLED)}
-    cells = zip(code.co_freevars, f.__closure__ or ())
-    around = {k: o.cell_contents for k,o in cells if o != CellType()}
-    opts = {k: o for k,o in around.items() if isinstance(o, optim.Optimizer)}
-    parts = {f'{path}.__defaults__': filled, f'{path}.__closure__': opts}
-    return {k: (SimpleNamespace(**values), values) for k,values in parts.items() if values}
-
-_BESIDE = '.__class__','.__defaults__','.__closure__','.__added__'
-
-def is_beside(name): return any(o in name for o in _BESIDE)
-
-_OTHERS = {'builtins', 'isaac_loop', 'torch', 'torchvision', 'datasets', 'types', 'functools'}
-
-@lru_cache(maxsize=1024)
-def _is_own(kind): return str(kind.__module__).partition('.')[0] not in _OTHERS
-
-def may_be_state(owner, without=()):
-    "The attributes of `owner` that may be state"
-    held = _of_class(owner) | attributes_of(owner)
-    found = {k: o for k,o in held.items() if k not in without and k != 'stateless'}
-    if not isinstance(owner, ModuleType): return found
-    return {k: o for k,o in found.items() if not k.startswith('__')}
 
 # %% ../../nbs/state/37_owners.ipynb #6494ba45
 _OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Nobody saves these: a callback that holds one keeps it
@@ -224,7 +98,7 @@ def _unsaved(name, m):
 def _is_of_model(name): return name == 'model' or name.startswith('model.')
 
 # %% ../../nbs/state/37_owners.ipynb #f14575a7
-def is_layer(x): return isinstance(x, nn.Module) and not _is_own(type(x))
+def is_layer(x): return isinstance(x, nn.Module) and not is_own(type(x))
 
 def _of_layer(m):
     "What a run may set in a layer of PyTorch: simple values, tensors and containers of them"
