@@ -127,7 +127,7 @@ def opts_inside(
     opt, # An optimizer that is not of PyTorch's class; or None
 )->list: # Those in its attributes, also in a short list or dict there
     "PyTorch's optimizers that another one is made of"
-    held = [o for x in attributes_of(opt).values() for o in (_few(x) or [x])]
+    held = [part for x in attributes_of(opt).values() for part in (_few(x) or [x])]
     return [o for o in held if isinstance(o, optim.Optimizer)]
 
 def _few(x):

@@ -109,8 +109,9 @@ def is_in_pass(
     return bool(position.get('batches')) and not position.get('trained')
 
 # %% ../../nbs/state/60_run_state.ipynb #a60d0002
-_LEFT = ('`trainer.{name}`, of class `{kind}`, remembers {n} parameters that are in none of its groups, as after '
-         'a layer was exchanged in the course of a fit, so it cannot give its state. Exchange layers between two '
+_LEFT = ('`trainer.{name}`, of class `{kind}`, remembers {n} parameters that are in none of its groups, '
+         'as after a layer was exchanged in the course of a fit, so it cannot give its state. '
+         'Exchange layers between two '
          'fits, each of which makes an optimizer; or have `trainer.{name}.state.pop(p, None)` forget each '
          'parameter `p` that leaves.')
 
@@ -243,7 +244,7 @@ def load_weights_into(
 # %% ../../nbs/state/60_run_state.ipynb #771f76dd
 @contextmanager
 def _same_groups(opts):
-    "While a state is loaded, let the groups of optimizers stay the dicts that they are: a schedule may hold them"
+    "While a state is loaded, let groups of optimizers stay the dicts that they are: a schedule may hold them"
     before = [(opt, list(opt.param_groups)) for opt in opts]
     yield
     for opt,groups in before:

@@ -210,7 +210,7 @@ def kept_beside_average(scene):
     for entry in scene.entries if averages else ():
         tree,trainer = method_of(entry) if entry.event == 'log' else (None, '')
         for asked in _asked(entry, tree) if tree is not None else ():
-            kept = next((o for part in asked.body for o in ast.walk(part) if _keeps(o, trainer)), None)
+            kept = next((node for part in asked.body for node in ast.walk(part) if _keeps(node, trainer)), None)
             is_wrong = kept is not None and _is_measured(asked.value, tree)
             if not is_wrong or 'evaluated' in ast.unparse(tree): continue
             told = dict(model=f'{trainer}.model', value=ast.unparse(asked.value), average=averages[-1])
