@@ -276,12 +276,11 @@ def modules_of(
         level = list(dict.fromkeys(filterfalse(found.__contains__, inside)))
     return list(found)[1:]
 
-_WRITTEN = {name: getattr(nn.Module, name) for name in ('train', '__setattr__')}
+_WRITTEN = {name: getattr(nn.Module, name) for name in ('train', 'eval', 'children', '__setattr__')}
 
 def _is_usual(kind):
     "Whether nobody has given a class of modules another way into a mode"
-    as_written = kind.train is _WRITTEN['train'] and kind.__setattr__ is _WRITTEN['__setattr__']
-    return as_written and not hasattr(kind, 'training')
+    return not hasattr(kind, 'training') and all(getattr(kind, name) is f for name,f in _WRITTEN.items())
 
 def set_mode(
     model, # May have a method `train`
@@ -290,10 +289,11 @@ def set_mode(
     "Put a model into training or evaluation"
     if not hasattr(model, 'train'): return
     modules = modules_of(model) if isinstance(model, nn.Module) else []
-    has_own = any(map(contains, map(vars, modules), repeat('train')))
-    if not modules or has_own or not all(map(_is_usual, set(map(type, modules)))): model.train(training)
-    else:
+    has_own = any(map(contains, map(vars, modules), repeat('train'))) or 'eval' in vars(model)
+    if modules and not has_own and all(map(_is_usual, set(map(type, modules)))):
         for m in modules: vars(m)['training'] = training
+    elif training or not hasattr(model, 'eval'): model.train(training)
+    else: model.eval() # It may have one of its own
 
 # %% ../../nbs/basics/30_tensors.ipynb #ec799497
 _CONTRADICTION = ('`deterministic=True` and `benchmark=True` contradict each other: cuDNN would choose '

@@ -12,7 +12,7 @@ from torch.amp import GradScaler, autocast
 
 from ..basics.checks import check_number, warn
 from ..basics.settings import show_settings
-from ..loop.events import CancelException, CancelStepException, Order, replaces
+from ..loop.events import CancelException, CancelStepException, Order, at_order, replaces
 from ..loop.optimizer import check_opt_name, one_optimizer
 from ..train.closures import refuse_closure
 from ..train.optimizer_options import parameters_beside
@@ -105,17 +105,34 @@ def _warn_of_scaled(self:MixedPrecisionCB):
     if there: warn(_SCALED.format(path=there[0], opt=self.opt))
 
 @patch
+@at_order(Order.LAST+1)
 def before_backward(self:MixedPrecisionCB, trainer):
-    "Scale the loss"
-    self._loss = trainer.loss
+    "Scale the loss, with all that others have made of it"
+    if not self._is_scaled(trainer): self._loss = trainer.loss
     trainer.loss = self.scaler.scale(trainer.loss)
     if self._others is None: self._others = _gradients_beside(self, trainer)
 
 @patch
-def cleanup_backward(self:MixedPrecisionCB, trainer):
-    "Put the true loss back"
+def _is_scaled(self:MixedPrecisionCB, trainer):
+    "Has one for another optimizer scaled this loss already? Then it puts the true one back"
+    return any(o._loss is not None for o in trainer.callbacks if isinstance(o, MixedPrecisionCB))
+
+@patch
+@at_order(Order.FIRST)
+def after_backward(self:MixedPrecisionCB, trainer):
+    "Put the true loss back, before anybody looks at it"
+    self._give_back(trainer)
+
+@patch
+def _give_back(self:MixedPrecisionCB, trainer):
     loss,self._loss = self._loss,None
     if loss is not None: trainer.loss = loss
+
+@patch
+@at_order(Order.LAST+1)
+def cleanup_backward(self:MixedPrecisionCB, trainer):
+    "Put the true loss back also if `backward` was left early, and see whose gradients were scaled"
+    self._give_back(trainer)
     if not self._others: return
     self._scaled = [(path, p, p.grad) for path,p,*before in self._others if _place_of(p.grad) != before]
     self._others = ()

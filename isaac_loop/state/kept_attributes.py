@@ -12,7 +12,7 @@ from collections import ChainMap, UserDict, UserList, deque
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain, compress
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, methodcaller, not_
 from types import CellType, FunctionType, MethodType
 
 import torch
@@ -44,7 +44,7 @@ def _is_own(kind): return _package(kind) != 'torch'
 
 def _package(x): return str(x.__module__).partition('.')[0]
 
-def _is_same(own, values): return len(own) == len(values) and all(map(is_, own.values(), values.values()))
+def _is_same(own, values): return list(own) == list(values) and all(map(is_, own.values(), values.values()))
 
 def _put_back(own, values):
     "Have a dict of attributes hold what it held"
@@ -83,15 +83,26 @@ def _met_below(layer, seen, layers):
         else: others.append(m)
     return others
 
+@lru_cache(maxsize=4096)
+def _is_usual(kind): return kind.__module__.startswith('torch.nn.modules.')
+
+def _given_to(layers):
+    "What stands in attributes of layers beside their parameters, such as a list that a user has put there"
+    spaces = [vars(m) for m in layers if _is_usual(type(m))]
+    are_beside = map(not_, map(OF_MODULES.__contains__, chain.from_iterable(spaces)))
+    found = list(compress(chain.from_iterable(map(dict.values, spaces)), are_beside))
+    return compress(found, map(_leads_on, map(type, found)))
+
 def _put_back_of(layers):
     "How to put back the attributes of several layers"
     shapes,before = list(map(_shape_of, layers)),[vars(m).copy() for m in layers]
+    names_in = lambda spaces: list(chain.from_iterable(spaces))
     values_in = lambda spaces: chain.from_iterable(map(dict.values, spaces))
     def put_back():
         spaces = list(map(vars, layers))
         for own,was in zip(spaces, before):
             if own.get('training') is not was.get('training'): own['training'] = was['training']
-        same = list(map(len, spaces)) == list(map(len, before))
+        same = list(map(len, spaces)) == list(map(len, before)) and names_in(spaces) == names_in(before)
         if same and all(map(is_, values_in(spaces), values_in(before))): return
         for m,shape,was in zip(layers, shapes, before):
             if not _is_same(vars(m), was) and _shape_of(m) == shape: _put_back(vars(m), was)
@@ -194,7 +205,9 @@ class _Held:
             x = todo.popleft()
             if not _leads_on(type(x)) or id(x) in seen or _is_fixed(x): continue
             if _is_bare(x):
+                known = len(layers)
                 todo += _met_below(x, seen, layers)
+                todo += _given_to(layers[known:])
                 continue
             seen[id(x)] = x # Held, so that no `id` is given to another object
             is_module = issubclass(type(x), nn.Module)

@@ -55,6 +55,62 @@ def test_what_an_evaluation_sets_in_layers_is_gone_and_what_it_changes_is_as_it_
     assert model[0].scale == 2.0
 
 
+class Grows(nn.Module):
+    "Has something in an attribute of a layer of PyTorch that each forward changes"
+
+    def __init__(self, held):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+        self.lin.held = held
+
+    def forward(self, x):
+        held = self.lin.held
+        if isinstance(held, list):
+            held.append(1)
+        elif isinstance(held, dict):
+            held[len(held)] = 1
+        else:
+            held.add_(1)
+        return self.lin(x) * (1 + 0.1 * (held.item() if torch.is_tensor(held) else len(held)))
+
+
+class Renames(nn.Module):
+    "Exchanges an attribute of a layer for one of another name"
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+        self.lin.cool = True
+
+    def forward(self, x):
+        if not self.training and hasattr(self.lin, "cool"):
+            del self.lin.cool
+            self.lin.hot = True
+        return self.lin(x) * (0.5 if hasattr(self.lin, "hot") else 1.0)
+
+
+MODELS = {
+    "list": lambda: Grows([]),
+    "dict": lambda: Grows({}),
+    "tensor": lambda: Grows(torch.zeros(1)),
+    "name": Renames,
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_a_forward_changes_in_layers_of_pytorch_belongs_to_the_training(kind):
+    weights = []
+    for evaluators in ([], [EvaluatorCB(updates=1)]):
+        torch.manual_seed(0)
+        callbacks = [BasicTrainCB(), *evaluators]
+        trainer = Trainer(
+            DataLoaders(BATCHES, BATCHES), F.cross_entropy, optim.SGD, MODELS[kind](), callbacks
+        )
+        trainer.fit(2, lr=0.1, valid=False)
+        weights.append(trainer.model.lin.weight)
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("kind", ["plain", "script", "shared", "empty place"])
 def test_all_modules_are_in_the_mode_of_the_pass_and_back_again(kind):
     inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
@@ -114,6 +170,35 @@ def test_a_module_that_was_given_a_train_of_its_own_is_called():
     model[0].train = lambda mode=True: told.append(mode)
     set_mode(model, False)
     assert told == [False] and not model[1].training
+
+
+class Counts(nn.Linear):
+    "Has an `eval` of its own"
+
+    n = 0
+
+    def eval(self):
+        self.n += 1
+        return super().eval()
+
+
+def test_a_model_with_an_eval_of_its_own_is_asked_as_by_hand():
+    model = Counts(4, 2)
+    Trainer(DataLoaders(BATCHES, BATCHES), F.cross_entropy, optim.SGD, model, [BasicTrainCB()]).fit(3, lr=0.1)
+    assert model.n == 3
+
+
+class Hides(nn.Sequential):
+    "Keeps its parts away from PyTorch's `train`"
+
+    def children(self):
+        return iter(())
+
+
+def test_a_module_whose_parts_are_hidden_is_asked_as_by_hand():
+    model = nn.Sequential(Hides(nn.Dropout()))
+    set_mode(model, False)
+    assert not model[0].training and model[0][0].training
 
 
 def test_a_module_that_works_its_mode_out_is_told():

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #d8277fcf
 import ast, math, re
+from itertools import chain
 
 from .check_rules import line_in, method_of, methods_of, said
 from ...loop.events import callback_name
@@ -210,7 +211,8 @@ def kept_beside_average(scene):
     for entry in scene.entries if averages else ():
         tree,trainer = method_of(entry) if entry.event == 'log' else (None, '')
         for asked in _asked(entry, tree) if tree is not None else ():
-            kept = next((node for part in asked.body for node in ast.walk(part) if _keeps(node, trainer)), None)
+            nodes = chain.from_iterable(map(ast.walk, asked.body))
+            kept = next((o for o in nodes if _keeps(o, trainer)), None)
             is_wrong = kept is not None and _is_measured(asked.value, tree)
             if not is_wrong or 'evaluated' in ast.unparse(tree): continue
             told = dict(model=f'{trainer}.model', value=ast.unparse(asked.value), average=averages[-1])
