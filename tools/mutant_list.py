@@ -397,7 +397,7 @@ MUTANTS = [
     ),
     Mutant(
         "the loss stays scaled",
-        "MixedPrecisionCB.cleanup_backward",
+        "MixedPrecisionCB._give_back",
         "if loss is not None: trainer.loss = loss",
         "pass",
         ["test_a_scaled_loss_is_given_back"],

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 import isaac_loop.device.device as device_module
 import isaac_loop.all as library
 from isaac_loop.device.device import DeviceCB
+from isaac_loop.device.precision import MixedPrecisionCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.show.progress import ProgressCB
 from isaac_loop.log.tracking import TrackingCB
+from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.training import BasicTrainCB, MomentumTrainCB, NBatchCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import Order
@@ -410,3 +412,30 @@ def test_every_module_and_optimizer_of_the_trainer_is_moved(parameters_keep_thei
         *(o["exp_avg"] for o in trainer.critic_opt.state.values()),
     ]
     assert len(tensors) == 9 and {o.device.type for o in tensors} == {"meta"}
+
+
+class PenaltyCB:
+    "Adds a term to the loss at the last moment, and looks at it behind the backward pass"
+
+    def before_backward(self, trainer):
+        trainer.loss = trainer.loss + 0.1 * sum(p.pow(2).sum() for p in trainer.model.parameters())
+        self.before = trainer.loss.item()
+
+    def after_backward(self, trainer):
+        self.after = trainer.loss.item()
+
+
+@pytest.mark.parametrize("others", [(), ("accumulation",)])
+def test_a_term_that_another_adds_to_the_loss_is_scaled_with_it_and_nobody_sees_the_scale(others):
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    batches = [(x[i : i + 8], x[i : i + 8].sum(1, keepdim=True)) for i in range(0, 32, 8)]
+    found = []
+    for half in ([], [MixedPrecisionCB("float16", init_scale=256.0)]):
+        torch.manual_seed(0)
+        penalty = PenaltyCB()
+        callbacks = [BasicTrainCB(), penalty, *half, *(AccumulationCB(2) for _ in others)]
+        model = nn.Linear(4, 1)
+        Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, model, callbacks).fit(5, lr=0.05, valid=False)
+        assert penalty.before == penalty.after
+        found.append(model.weight.detach())
+    assert torch.allclose(*found, rtol=0.02, atol=0.01)
