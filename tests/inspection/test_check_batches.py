@@ -1560,6 +1560,42 @@ def mixed_precision_with_clipping():
 
 
 @right
+def gathers_with_mixed_precision():
+    return trainer_with(MixedPrecisionCB("float16"), AccumulationCB(2), ClipGradCB(1.0))
+
+
+def clips_by_itself(trainer):
+    nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+
+
+@planted("clip_before_unscale")
+def clips_before_gathered_gradients_are_divided():
+    class Clips:
+        after_backward = staticmethod(clips_by_itself)
+
+    return trainer_with(MixedPrecisionCB("float16"), AccumulationCB(2), Clips())
+
+
+@planted("clip_before_unscale")
+def clips_behind_what_divides_gathered_gradients():
+    class Clips:
+        order = AccumulationCB.order + 1
+        before_step = staticmethod(clips_by_itself)
+
+    return trainer_with(MixedPrecisionCB("float16"), AccumulationCB(2), Clips())
+
+
+@planted("clip_before_unscale")
+def clips_where_gathered_gradients_are_divided():
+    class Clips(AccumulationCB):
+        def before_step(self, trainer):
+            super().before_step(trainer)
+            clips_by_itself(trainer)
+
+    return trainer_with(MixedPrecisionCB("float16"), Clips(2))
+
+
+@right
 def freezes_for_a_fit():
     class Linear(nn.Module):
         def __init__(self):

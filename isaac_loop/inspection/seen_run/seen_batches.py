@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #2ccdf53e
 import copy
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from ...loop.events import CancelException, Order, SPANS, callback_name
 from ...loop.handlers import has_own_batch
 from ...loop.passes import n_batches, parts_of
 from ...state.random_numbers import random_state, same_random_state
+from ...train.accumulation import AccumulationCB
 
 # %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #4b3fdca1
 _LOOKS = [LossCalls, SelfCopies, Sums, Answers, Bytes, *VIEW_LOOKS, *DRAW_LOOKS, *PART_LOOKS,
@@ -189,12 +190,17 @@ class SeenRun(SeenSpans):
         self.at_work.append(f'{callback_name(call.callback)}.{call.event}')
         modes,columns,rates = modes_of(trainer.model),_columns(trainer),rates_of(trainer)
         try:
-            with self.doings.around(call.event, self.at_work[-1]): run()
+            with self.doings.around(call.event, self.at_work[-1]), self._dividing(call): run()
         except CancelException:
             self.left.add(self.moment()[0])
             raise
         finally: who = self.at_work.pop()
         self._look_behind(call, trainer, who, modes, columns, rates)
+
+    def _dividing(self, call):
+        "What goes around a call: gathered gradients are divided while they are scaled, which harms nobody"
+        divides = getattr(call.handler, '__func__', None) is AccumulationCB.before_step
+        return self.gradients.dividing() if divides else nullcontext()
 
     @spared
     def _look_behind(self, call, trainer, who, modes, columns, rates):

@@ -156,6 +156,13 @@ class BackwardPasses(GradientParts, WeightMoves):
         if any(p.grad is grad and grad._version != version for p,(grad,version) in known):
             self.touched.append((*self.moment(), opt))
 
+    @contextmanager
+    def dividing(self):
+        "Gradients that are divided in the `with` block count as what their backward pass has given"
+        as_given = {key: grad for key,(grad,version) in self.versions.items() if grad._version == version}
+        yield
+        self.versions |= {key: (grad, grad._version) for key,grad in as_given.items()}
+
 # %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #01f6f2d2
 @contextmanager
 def _in_place(backward, before_unscaling):
