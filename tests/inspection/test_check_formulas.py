@@ -525,6 +525,136 @@ class SmallestWordErrorRate(SmallestCB):
             self.best = wer
 
 
+@right
+class BiggestDrop:
+    silent = "last_batch"
+    first, biggest = None, 0.0
+
+    def log(self, trainer):
+        loss = trainer.loss.item()
+        if self.first is None:
+            self.first = loss
+        drop = self.first - loss
+        if drop > self.biggest:
+            self.biggest = drop
+
+
+@right
+class BestGain:
+    silent = "last_batch"
+    best = 0.0
+
+    def log(self, trainer):
+        gain = 0.7 - trainer.loss.item()
+        if gain > self.best:
+            self.best = gain
+
+
+@right
+class BestOfOneOverTheLoss:
+    silent = "last_batch"
+    best = 0.0
+
+    def log(self, trainer):
+        score = 1 / trainer.loss.item()
+        if score > self.best:
+            self.best = score
+
+
+@right
+class BestOfTheLossTimesMinusOne:
+    silent = "last_batch"
+
+    def before_fit(self, trainer):
+        self.best = -math.inf
+
+    def log(self, trainer):
+        score = trainer.loss.item() * -1
+        if score > self.best:
+            self.best = score
+
+
+@right
+class SmallestShareOfMisses(SmallestCB):
+    silent = "last_batch"
+
+    def log(self, trainer):
+        acc = (trainer.preds.argmax(1) == trainer.batch[1]).float().mean().item()
+        rate = 1 - acc
+        if rate < self.best:
+            self.best = rate
+
+
+@right
+class LargestLossToDivideBy:
+    silent = "last_batch"
+    max_loss = 0.0
+
+    def log(self, trainer):
+        loss = trainer.loss.item()
+        if loss > self.max_loss:
+            self.max_loss = loss
+
+
+@right
+class WorstAccuracy:
+    silent = "last_batch"
+
+    def before_fit(self, trainer):
+        self.worst = math.inf
+
+    def log(self, trainer):
+        accuracy = (trainer.preds.argmax(1) == trainer.batch[1]).float().mean().item()
+        if accuracy < self.worst:
+            self.worst = accuracy
+
+
+@planted("wrong_best")
+class LargestLossAsTheSmallest:
+    silent = "last_batch"
+    min_loss = 0.0
+
+    def log(self, trainer):
+        loss = trainer.loss.item()
+        if loss > self.min_loss:
+            self.min_loss = loss
+
+
+@planted("wrong_best")
+class LargestOfTheWorstGroups:
+    "It is the smallest of them that is best"
+
+    silent = "last_batch"
+    best_worst_loss = 0.0
+
+    def log(self, trainer):
+        loss = trainer.loss.item()
+        if loss > self.best_worst_loss:
+            self.best_worst_loss = loss
+
+
+@planted("wrong_best")
+class LargestLossOfTheLastRow:
+    "Neither the place in the list nor the margin is a minus before the loss"
+
+    best = 0.0
+
+    def log(self, trainer):
+        value = trainer.history.rows[-1]["valid_loss"] - 1e-4
+        if value > self.best:
+            self.best = value
+
+
+@planted("wrong_best")
+class SmallestShareOfHits(SmallestCB):
+    hits = misses = 1
+
+    def log(self, trainer):
+        share = self.hits / (self.hits + self.misses)
+        if share < self.best:
+            self.best = share
+
+
 @planted("mixed_mean")
 class OfListThatGoesOn:
     def before_fit(self, trainer):

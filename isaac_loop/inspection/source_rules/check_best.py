@@ -73,11 +73,42 @@ def _meaning(asked, tree):
 def _is_less_best(value, tree):
     "Whether less is best of a value, by its name or that of its column; None if nobody can tell"
     name = ast.unparse(value)
-    texts = [name] + [ast.unparse(o) for o in _sets([tree], name)]
-    words = {word for text in texts for word in re.split('[^a-z0-9]', text.lower())}
+    nodes = [value, *_sets([tree], name)]
+    words = set().union(*map(_words, nodes))
     less,more = (any(o in words for o in known) for known in (_LESS_IS_BEST, _MORE_IS_BEST))
-    has_minus = any(text.startswith('-') for text in texts)
-    return None if less == more or has_minus else less
+    return None if less == more or any(map(_is_turned, nodes)) else less
+
+_COUNTS = {'n', 'count', 'counts', 'len', 'num', 'numel', 'size', 'total'}
+
+def _words(node): return set(re.split('[^a-z0-9]', ast.unparse(node).lower()))
+
+def _is_turned(node):
+    "Whether an expression becomes smaller when a loss or a score in it grows, as `1 - loss` does"
+    known = {*_LESS_IS_BEST, *_MORE_IS_BEST}
+    return any(_words(part) & known for part in _turned_parts(node))
+
+def _turned_parts(node):
+    "What is negated, subtracted, divided by or multiplied by a negative number within an expression"
+    for part in ast.walk(node):
+        op = getattr(part, 'op', None)
+        if isinstance(op, ast.USub): yield part.operand
+        elif isinstance(op, ast.Sub): yield part.right
+        elif isinstance(op, (ast.Mult, ast.Div, ast.Pow)):
+            is_negative = any((_number(o) or 0) < 0 for o in (part.left, part.right))
+            if is_negative: yield part
+            elif isinstance(op, ast.Div) and not _is_count(part.left, part.right): yield part.right
+
+def _is_count(total, count):
+    "Whether a sum is divided by how many there are, as in `hits/(hits+misses)`"
+    return ast.unparse(total) in ast.unparse(count) or bool(_words(count) & _COUNTS)
+
+_LARGEST = {'max', 'maximum', 'largest', 'biggest', 'greatest', 'highest', 'peak', 'worst', 'hardest'}
+_SMALLEST = {'min', 'minimum', 'smallest', 'least', 'lowest', 'worst', 'hardest'}
+
+def _is_meant(asked):
+    "Whether the attribute is named for the largest or smallest value that it keeps, and not for the best"
+    words = set(asked.best.attr.lower().split('_'))
+    return 'best' not in words and bool(words & (_SMALLEST if asked.is_less else _LARGEST))
 
 def wrong_comparisons(scene):
     "Best values that are the worst, or are never or always found"
@@ -108,7 +139,7 @@ def _of_asked(scene, asked, tree):
     less = _meaning(asked, tree)
     if never or less and asked.is_less and begin == 0 and type(begin) in (int, float):
         return _NEVER.format(begin=begin, needed='inf' if asked.is_less else '-inf', **told)
-    if less is None or less is asked.is_less: return ''
+    if less is None or less is asked.is_less or _is_meant(asked): return ''
     kinds = ('smallest', 'largest') if asked.is_less else ('largest', 'smallest')
     of_what = 'losses and errors' if less else 'such scores'
     return _WRONG_WAY.format(kind=kinds[0], other=kinds[1], what=of_what, **told)
