@@ -467,8 +467,8 @@ def test_a_curriculum_goes_on_between_epochs_behind_any_loader(loader, tmp_path)
         runs.same(whole, run("parts", 3))
 
 
-def test_in_a_pass_that_is_read_again_the_script_says_how_hard_it_is(tmp_path):
-    "The loader is read from its beginning, which counts by itself"
+def test_in_a_pass_that_is_read_again_a_sampler_counts_as_if_unbroken(tmp_path):
+    "The loader is read from its beginning, with what its sampler had counted by then"
 
     def make():
         return make_trainer(
@@ -482,7 +482,7 @@ def test_in_a_pass_that_is_read_again_the_script_says_how_hard_it_is(tmp_path):
     trainer = make()
     with pytest.warns(UserWarning, match="does not know its position"):
         fit(trainer, 2)
-    assert trainer.dls.train.sampler.epoch == 1
+    assert trainer.dls.train.sampler.epoch == 2
 
 
 # ---- settings from which `before_fit` makes something

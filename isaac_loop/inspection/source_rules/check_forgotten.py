@@ -11,7 +11,7 @@ from types import FunctionType
 
 from ..source.method_source import function_node, function_of
 from .check_rules import OF_BATCH, said, taken_from, users_own
-from ...loop.events import EVENTS, handler_of
+from ...loop.events import EVENTS, STEPS, handler_of
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/10_check_forgotten.ipynb #9dfbf940
@@ -32,7 +32,8 @@ def unread_rates(scene):
         if used or entry.found.unclear or 'opt' in entry.found.changes: continue
         text = _UNREAD_RATE.format(who=said(entry), line=entry.found.writes['lr'])
         found.append(Finding('unread_rate', text, [entry.callback]))
-    return found + _rate_given_in_vain(scene.trainer)
+    is_scheduled = any('opt' in o.found.changes and o.event not in STEPS for o in scene.entries)
+    return found if is_scheduled else found + _rate_given_in_vain(scene.trainer) # A schedule may want one
 
 _IN_VAIN = ('`opt_func` takes a rate as `{name}` and does not use it, so `fit(lr=...)` changes nothing. '
             'Give it to the optimizer; or call it `_` if the rate is to stay what it is.')
