@@ -67,6 +67,7 @@ _NEVER_MEASURED = ('`{cb}` watched `{monitor}`, which had no value in any epoch 
 
 class PlateauSchedulerCB(EpochSchedulerCB):
     "Reduce the rate when a column of the history stops improving"
+    _measures = True
     @delegates(lr_scheduler.ReduceLROnPlateau)
     def __init__(self,
         monitor:str='valid_loss', # Column of `trainer.history` to watch

@@ -51,11 +51,11 @@ _NO_VALUE = ('`{who}` got a `ReduceLROnPlateau`, which needs a measured value at
 _OTHER_OPTIMIZER = ('The `scheduler_func` of `{who}` made a scheduler for another optimizer, so it would '
                     'change nothing here. Use the optimizer that the function is given.')
 
-def check_scheduler(scheduler, opt, who):
-    "`scheduler`, or an error if it cannot be stepped without further ado"
+def check_scheduler(scheduler, opt, who, measures=False):
+    "`scheduler`, or an error if it cannot be stepped; who `measures` has a value for each step"
     if not callable(getattr(scheduler, 'step', None)):
         raise TypeError(_NO_SCHEDULER.format(who=who, scheduler=scheduler))
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) and who != 'PlateauSchedulerCB':
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) and not measures:
         raise TypeError(_NO_VALUE.format(who=who))
     its_opt = getattr(scheduler, 'optimizer', opt)
     if its_opt is not opt and getattr(its_opt, 'param_groups', None) is not opt.param_groups:

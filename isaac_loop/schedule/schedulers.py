@@ -72,6 +72,7 @@ class SchedulerCB:
     order = Order.SCHEDULE
     scheduler,_before,_scheduled = None,None,None # The last: the optimizer whose rates are set
     _saved,_running = None,False
+    _measures = False # Whether a step is taken with a measured value
     __repr__ = show_settings
     def __init__(self,
         scheduler_func, # Makes a torch scheduler from the optimizer, and from the `trainer` if it takes that
@@ -88,7 +89,8 @@ class SchedulerCB:
         opt = one_optimizer(trainer, self.opt, type(self).__name__)
         self._before,self._own_opt = BeforeSchedule(opt),trainer.opt_func is None or self.opt != 'opt'
         who = type(self).__name__
-        self.scheduler,self._scheduled = check_scheduler(self._make(opt, trainer), opt, who),opt
+        made = check_scheduler(self._make(opt, trainer), opt, who, self._measures)
+        self.scheduler,self._scheduled = made,opt
         self._made = _plain(self.scheduler.state_dict()) if hasattr(self.scheduler, 'state_dict') else {}
         self._n_steps,self._running = self._count_steps(trainer),True
         _check_company(self, trainer)

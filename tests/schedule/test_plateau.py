@@ -106,6 +106,17 @@ def test_a_plateau_of_validation_loss():
     assert trainer.history.batches["lr"][:5] == [0.1] * 5 and trainer.opt.param_groups[0]["lr"] == 0.025
 
 
+class OwnPlateauCB(PlateauSchedulerCB):
+    "As a class of the user's"
+
+
+def test_a_class_derived_from_a_plateau_is_one():
+    plateau = OwnPlateauCB("score", mode="max", factor=0.5, patience=0)
+    trainer = make_trainer(WriteCB([1, 1, 2]), plateau)
+    trainer.fit(3, lr=0.1, valid=False)
+    assert trainer.history.batches["lr"][::5] == [0.1, 0.1, 0.05]
+
+
 @pytest.mark.shows("AIT-48")
 def test_a_name_that_nobody_records_fails_before_the_first_batch():
     trainer = make_trainer(MetricsCB(show=False), PlateauSchedulerCB("vaild_loss"), valid=make_batches(2))
