@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/33_changed_values.ipynb #9d1c1a5f
-import copy, random, sys
+import random, sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum
@@ -20,7 +20,7 @@ from .errors import ResumeMismatch, UnsaveableState
 from ..data.random_generators import drawn_from, is_seeds, seeds_at, set_drawn
 from .change_marks import CONTAINERS, HELD, MANY, OF_CONTAINER, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, own_attributes, part_of
-from .filled_objects import Filler, is_numeric, is_still
+from .filled_objects import Filler, base_of, is_numeric, is_still, put_entries
 from .plain_state import plain
 from .run_state import load_opt
 
@@ -339,14 +339,11 @@ def _like_with(here, kind, made, saved):
         try: return tuple.__new__(kind, made)
         except TypeError: return kind(made) # One of Python's or PyTorch's own, such as `time.struct_time`
     if issubclass(kind, frozenset): return frozenset.__new__(kind, made)
-    if issubclass(kind, (deque, set)):
-        new = kind.__new__(kind)
-        limits = (saved.get('maxlen'),) if issubclass(kind, deque) else ()
-        (deque if limits else set).__init__(new, made, *limits)
-        return new
-    new = copy.copy(here)
-    new.clear()
-    (new.extend if isinstance(new, list) else new.update)(made)
+    base = base_of(kind)
+    new = base.__new__(kind)
+    if base is deque: deque.__init__(new, (), saved.get('maxlen'))
+    if base is defaultdict: defaultdict.__init__(new, here.default_factory)
+    put_entries(new, made)
     return new
 
 def _set_drawn(here, state, path):

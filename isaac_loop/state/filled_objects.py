@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/state/32_filled_objects.ipynb #9f03036f
 import sys
 from array import array
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 
 import torch
 from torch import nn
@@ -67,14 +67,28 @@ def _fill_array(x, new):
     x[...] = new
     return True
 
+_BASES = OrderedDict,defaultdict,dict,list,set,deque
+
+def base_of(kind):
+    "The class of Python's that a container is derived from: its methods do nothing but what they say"
+    return next(base for base in _BASES if issubclass(kind, base))
+
+def put_entries(x, new):
+    "Let a container have the entries of `new`, without what its own class does with each that it is given"
+    kind,source = base_of(type(x)),base_of(type(new))
+    kind.clear(x)
+    if kind in (list, deque): kind.extend(x, source.__iter__(new))
+    elif kind is set: set.update(x, source.__iter__(new))
+    else:
+        for k,value in source.items(new): kind.__setitem__(x, k, value)
+
 def _fill_container(x, new):
     if new is x: return True
     kind = lambda o: (type(o), getattr(o, 'maxlen', None), getattr(o, 'typecode', None))
     if kind(x) != kind(new): return False
     if isinstance(x, (array, bytearray)): x[:] = new
     else:
-        x.clear()
-        (x.extend if isinstance(x, (list, deque)) else x.update)(new)
+        put_entries(x, new)
         for k,value in own_attributes(new).items(): object.__setattr__(x, k, value)
     return True
 

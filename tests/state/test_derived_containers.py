@@ -3,7 +3,7 @@
 So does the class, no matter how its objects are made."""
 
 import time
-from collections import Counter, OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 
 import pytest
 import torch
@@ -95,6 +95,80 @@ def look(trainer):
 
 def test_entries_and_attributes_of_derived_containers_go_on(tmp_path):
     cut_once(tmp_path, lambda: small_trainer(GatherCB()), look)
+
+
+class Smooth(list):
+    "Its entries are not what it was given"
+
+    def append(self, loss):
+        super().append(0.5 * loss + 0.5 * self[-1] if self else loss)
+
+    def extend(self, losses):
+        for loss in losses:
+            self.append(loss)
+
+    def clear(self):
+        raise RuntimeError("nothing is forgotten")
+
+
+class SmoothDeque(deque):
+    extend = Smooth.extend
+
+    def append(self, loss):
+        super().append(0.5 * loss + 0.5 * self[-1] if self else loss)
+
+
+class Halved(OrderedDict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value / 2)
+
+
+class Sums(defaultdict):
+    def __init__(self):
+        super().__init__(float)
+
+
+class Even(set):
+    def add(self, n):
+        super().add(2 * n)
+
+    def update(self, some):
+        for n in some:
+            self.add(n)
+
+
+class OwnWaysCB:
+    def __init__(self):
+        self.smooth, self.last, self.halves, self.sums, self.even = self.new()
+
+    def new(self):
+        return Smooth(), SmoothDeque(maxlen=2), Halved(), Sums(), Even()
+
+    def after_batch(self, trainer):
+        loss = trainer.loss.item()
+        self.smooth.append(loss)
+        self.last.append(loss)
+        self.halves[trainer.n_updates % 3] = self.sums[trainer.n_updates % 3] + loss
+        self.sums[trainer.n_updates % 2] += loss
+        self.even.add(trainer.n_updates)
+
+
+class OwnWaysAnewCB(OwnWaysCB):
+    "The containers of a fit are not those of the beginning"
+
+    def after_batch(self, trainer):
+        if trainer.n_updates == 1:
+            self.smooth, self.last, self.halves, self.sums, self.even = self.new()
+        super().after_batch(trainer)
+
+
+@pytest.mark.parametrize("make", [OwnWaysCB, OwnWaysAnewCB])
+def test_what_a_class_does_with_new_entries_is_not_done_again(make, tmp_path):
+    def look(trainer):
+        cb = trainer.callbacks[1]
+        return cb.smooth, cb.last, list(cb.halves.items()), cb.sums, sorted(cb.even), cb.sums["new"]
+
+    cut_once(tmp_path, lambda: small_trainer(make()), look)
 
 
 def test_a_sum_beside_entries_that_stay_counts_as_a_change():
