@@ -20,7 +20,7 @@ from .errors import ResumeMismatch, UnsaveableState
 from ..data.random_generators import drawn_from, is_seeds, seeds_at, set_drawn
 from .change_marks import CONTAINERS, HELD, MANY, OF_CONTAINER, SIMPLE, Code, Marker, Same
 from .change_marks import is_iterator, is_outside, members_of, own_attributes, part_of
-from .filled_objects import Filler, base_of, is_numeric, is_still, put_entries
+from .filled_objects import Filler, base_of, is_numeric, is_still, put_entries, write
 from .plain_state import plain
 from .run_state import load_opt
 
@@ -322,7 +322,7 @@ class Putter:
                 owner = here.get_submodule(module)
             now = _got(owner, last, _NOTHING)
             new = self.put(now, saved, f'{path}.{name}')
-            if _fits(now, new): now.data.copy_(new) # Others hold it, too
+            if _fits(now, new): write(now.data, new) # Others hold it, too
             elif new is not _NOTHING and new is not now: _set(owner, last, new)
 
     def _lose(self, here, path):

@@ -61,6 +61,18 @@ def _is_like(x, new):
     facts = lambda t: (t.shape, t.dtype, t.device, t.layout)
     return facts(x) == facts(new)
 
+def write(x, new):
+    "Give a tensor the values of another one; what `expand` shows many times is written once"
+    is_once = x.layout != torch.strided or 0 not in x.stride()
+    place = () if is_once else tuple(slice(1) if step == 0 else slice(None) for step in x.stride())
+    if is_once or not _is_one(new, new[place]): x.copy_(new)
+    else: x[place].copy_(new[place])
+
+def _is_one(new, part):
+    "Whether `new` is only `part`, many times: as a view of it, or on a device, where a copy has every value"
+    if part.expand_as(new).stride() == new.stride(): return True
+    return bool(((new == part) | ((new != new) & (part != part))).all())
+
 def _fill_array(x, new):
     is_like = type(x) is type(new) and (x.dtype, x.shape) == (new.dtype, new.shape)
     if not (is_like and x.flags.writeable): return False
@@ -110,8 +122,8 @@ class Filler:
         memory = _memory_of(new)
         try:
             if memory in self.views: x.data = new.detach()
-            else: x.copy_(new)
-        except RuntimeError: return False # Its values are one, seen many times, or it was made by inference
+            else: write(x, new)
+        except RuntimeError: return False # It was made by inference, or is one value for several saved ones
         if memory is not None: self.homes[memory] = x,new
         return x.requires_grad_(new.requires_grad) is x
 
@@ -127,4 +139,5 @@ class Filler:
         offset = x.storage_offset()+home.storage_offset()-source.storage_offset()
         try: made = home.detach().as_strided(x.shape, x.stride(), offset)
         except RuntimeError: return x # The memory ends before
-        return made.copy_(x).requires_grad_(x.requires_grad)
+        write(made, x)
+        return made.requires_grad_(x.requires_grad)

@@ -205,3 +205,51 @@ def test_a_tensor_of_one_number_seen_many_times_stays_one(tmp_path):
         return cb.sums.tolist(), cb.sums.stride(), cb.rows.tolist(), cb.rows.stride()
 
     cut_once(tmp_path, lambda: small_trainer(StrideCB()), look)
+
+
+class RowCB:
+    "A row, and a table that shows it many times: what is written to the one is in the other"
+
+    def __init__(self, names=("row", "table")):
+        row = torch.zeros(3)
+        made = dict(row=row, table=row.expand(4, 3), column=row[:1].expand(2))
+        vars(self).update({name: made[name] for name in names})
+
+    def before_backward(self, trainer):
+        self.row += 1
+        trainer.loss = trainer.loss * (1 + self.table.sum())
+
+
+@pytest.mark.parametrize("names", [("row", "table"), ("table", "row"), ("column", "table", "row")])
+def test_a_row_and_the_table_that_repeats_it_stay_one(names, tmp_path):
+    def look(trainer):
+        cb = trainer.RowCB
+        cb.row += 0.5
+        return cb.row.tolist(), cb.table.tolist(), cb.table.stride()
+
+    cut_once(tmp_path, lambda: small_trainer(RowCB(names)), look)
+
+
+class AnewCB(RowCB):
+    "Makes both anew in the middle"
+
+    def after_batch(self, trainer):
+        if trainer.n_updates in (1, 4):
+            RowCB.__init__(self)
+
+
+class TableAnewCB(RowCB):
+    "Makes the table anew, of the row that is there"
+
+    def after_batch(self, trainer):
+        if trainer.n_updates in (1, 4):
+            self.table = self.row.expand(4, 3)
+
+
+@pytest.mark.parametrize("make", [AnewCB, TableAnewCB])
+def test_a_table_that_is_made_on_the_way_shows_its_row(make, tmp_path):
+    def look(trainer):
+        cb = trainer.callbacks[1]
+        return cb.row.tolist(), cb.table.tolist()
+
+    cut_once(tmp_path, lambda: small_trainer(make()), look)
