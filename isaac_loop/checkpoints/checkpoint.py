@@ -29,6 +29,7 @@ from ..loop.handlers import has_own_batch
 from ..loop.monitor import check_monitored, mode_of
 from ..loop.notes import whereabouts
 from ..loop.shared_attributes import offering
+from ..state.change_marks import digest_of_bytes
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
 from ..state.plain_state import plain
@@ -75,7 +76,7 @@ class CheckpointCB(ResumingCB):
         self._run = RunOnDisk(monitor=monitor, mode=mode, pattern=pattern, **keep)
         self._options = dict(keep_last=keep_last, keep_best=keep_best, pattern=pattern)
         self._found = self._share = None # Weights and state to go on from, and those of this process
-        self._untrained = None # How often weights were written to before the fit; None if there are steps
+        self._untrained = None # What the weights were before the fit; None if there are steps
         self._end = None # What a validation pass may change, as it was before it
 
 # %% ../../nbs/checkpoints/10_checkpoint.ipynb #67fb5619
@@ -87,7 +88,7 @@ def before_fit(self:CheckpointCB, trainer):
     self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), trainer.ranks)
     self._numbers.forget()
     self._end,self._told = None,()
-    self._untrained = _without_steps(trainer) and _times_written(trainer)
+    self._untrained = _without_steps(trainer) and _weights_now(trainer)
     how = self.resume,self.verify,self.strict,self.folder is not None
     found = to_resume(trainer, self._run, self._fits, *how)
     self._begin(trainer, found, self.strict)
@@ -139,7 +140,12 @@ def _without_steps(trainer):
 def _warn_of_untrained(self:CheckpointCB, trainer):
     "Say once that there is nothing to save"
     written,self._untrained = self._untrained,None
-    if written and written == _times_written(trainer): warn(_UNTRAINED)
+    if written and written == _weights_now(trainer): warn(_UNTRAINED)
+
+def _weights_now(trainer):
+    "How often weights were written to, and a digest of each, as nobody counts what is written to `.data`"
+    counts,model = _times_written(trainer),bare(trainer.model)
+    return counts and (counts, {name: digest_of_bytes(x) for name,x in model.named_parameters()})
 
 @patch
 def _note_saved(self:CheckpointCB, trainer, path, run_id):

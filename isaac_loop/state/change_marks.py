@@ -147,6 +147,7 @@ def digest_of_bytes(x):
     "A number that depends on every byte of a usual tensor, with its kind; None for a tensor of another sort"
     is_usual = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
     if not is_usual or x.is_nested or x.is_meta or x.is_quantized: return None
+    if x.numel() and not x.untyped_storage().nbytes(): return None # Its memory was freed
     x = x.detach()
     once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())] # Expanded rows are one
     once = once.resolve_conj().resolve_neg().cpu().reshape(-1) # Waits for the device; no batch does

@@ -543,6 +543,28 @@ def test_a_fit_without_an_update_is_a_fit_like_any_other(idle, tmp_path):
     assert updates_of(dict(n_epochs=1), idle, dict(n_epochs=2), folder=tmp_path / "run") == [7, 0, 14]
 
 
+WAYS = {
+    "in place": lambda p: p.data.sub_(0.1),
+    "by a function": lambda p: nn.utils.vector_to_parameters(p.detach().flatten() - 0.1, [p]),
+    "anew": lambda p: setattr(p, "data", p.detach() - 0.1),
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, None])
+def test_weights_that_nobody_trains_are_told_of_however_others_are_trained(way, tmp_path):
+    "Nobody counts what is written to `.data`"
+
+    def after_batch(trainer):
+        if way:
+            WAYS[way](trainer.model[-1].bias)
+
+    trainer = make_trainer([CheckpointCB(tmp_path), after_batch])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(trainer, 1, valid=False)
+    assert any("nothing has written to the weights" in str(o.message) for o in found) == (way is None)
+
+
 def test_a_fit_that_is_left_before_it_has_begun_saves_nothing(tmp_path):
     class FirstCB:
         order = -200
