@@ -39,7 +39,8 @@ def _of_dict(x):
     keys,items = list(kind.keys(x)),list(kind.items(x))
     def put_back():
         if list(kind.keys(x)) != keys: kind.clear(x) # Else it is never without its keys
-        kind.update(x, items)
+        if kind is dict: return dict.update(x, items)
+        for k,value in items: kind.__setitem__(x, k, value) # Its `update` would ask the class of `x`
     return put_back, list(kind.values(x) if {str}.issuperset(map(type, keys)) else chain.from_iterable(items))
 
 def _of_fixed(x):
@@ -47,10 +48,11 @@ def _of_fixed(x):
     return _nothing, list(kind.__iter__(x)) # A subclass may have a `len` of its own
 
 def _of_group(x):
-    items = list(x)
+    kind = deque if isinstance(x, deque) else set
+    items = list(kind.__iter__(x))
     def put_back():
-        x.clear()
-        (x.extend if isinstance(x, deque) else x.update)(items)
+        kind.clear(x)
+        (deque.extend if kind is deque else set.update)(x, items)
     return put_back, items
 
 # %% ../../nbs/state/18_mementos.ipynb #22b4107f

@@ -244,6 +244,27 @@ class Key:
         self.n = 1
 
 
+class Doubling(collections.deque):
+    "Puts in something else than it is given"
+
+    def append(self, value):
+        super().append(2 * value)
+
+    def extend(self, values):
+        for value in values:
+            self.append(value)
+
+
+class DoublingSet(set):
+    def update(self, values):
+        super().update(2 * value for value in values)
+
+
+class DoublingDict(collections.OrderedDict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, 2 * value)
+
+
 KINDS = [
     named("list", lambda: [1, [2]], append),
     named("list cleared", lambda: [1, [2]], lambda x: x.clear()),
@@ -261,6 +282,9 @@ KINDS = [
     named("frozenset of objects", lambda: frozenset([Key()]), change_key),
     named("deque", lambda: collections.deque([1, 2], maxlen=2), append),
     named("rotated deque", lambda: collections.deque([1, 2, 3]), lambda x: x.rotate()),
+    named("deque with an `extend` of its own", lambda: Doubling([1, 2], 3), append),
+    named("set with an `update` of its own", lambda: DoublingSet([1, 2]), lambda x: x.add(3)),
+    named("ordered dict that changes values", lambda: DoublingDict(a=1, b=2), lambda x: x.update(c=3)),
     named("tuple", lambda: ([1], 2), in_tuple),
     named("named tuple", lambda: Pair([1], 2), in_tuple),
     named("array", lambda: array("d", [1, 2]), append),
