@@ -2368,6 +2368,128 @@ def test_what_may_fail_stays_where_an_error_is_waited_for(kind, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
 
 
+# Inner functions whose arguments are named like something of the loop
+
+
+class InnerByKeyword:
+    k = 0.5
+
+    def before_backward(self, trainer):
+        def scaled(x, k=1.0):
+            return x * k
+
+        trainer.loss = scaled(trainer.loss, k=2.0) * self.k
+
+
+class InnerLambdaByKeyword:
+    k = 0.5
+
+    def before_backward(self, trainer):
+        scaled = lambda x, *, k=1.0: x * k  # noqa: E731
+        trainer.loss = scaled(trainer.loss, k=(lambda k: k + 1)(k=1.0)) * self.k
+
+
+class InnerLossByKeyword:
+    def before_backward(self, trainer):
+        def halved(loss, by=2):
+            return loss / by
+
+        trainer.loss = halved(by=4, loss=trainer.loss) + halved(loss=trainer.loss)
+
+
+class InnerInHelper:
+    def before_backward(self, trainer):
+        trainer.loss = self.scaled(trainer.loss, lr=3.0)
+
+    def scaled(self, x, lr):
+        def times(x, lr=1.0):
+            return x * lr
+
+        return times(x, lr=lr) + times(lr=2.0, x=x)
+
+
+class InnerBesideTheirs:
+    "The keyword of another function stays as it is"
+
+    lr = label_smoothing = 0.1
+
+    def before_backward(self, trainer):
+        def smooth(preds, label_smoothing):
+            return F.cross_entropy(preds, trainer.batch[1], label_smoothing=label_smoothing)
+
+        trainer.loss = smooth(trainer.preds, label_smoothing=self.label_smoothing)
+
+
+class InnerHandedOn:
+    "Nobody calls it by keyword"
+
+    k = 0.5
+
+    def before_backward(self, trainer):
+        by_two = lambda k: k * 2  # noqa: E731
+        trainer.loss = sum(map(by_two, [trainer.loss, self.k * trainer.loss]))
+
+
+INNER = [
+    InnerByKeyword,
+    InnerLambdaByKeyword,
+    InnerLossByKeyword,
+    InnerInHelper,
+    InnerBesideTheirs,
+    InnerHandedOn,
+]
+
+
+@pytest.mark.parametrize("kind", INNER)
+def test_arguments_of_inner_functions_are_given_by_keyword(kind, monkeypatch):
+    both(lambda: make_trainer([BasicTrainCB(), kind()]), monkeypatch)
+
+
+class InnerInPartial(InnerByKeyword):
+    def before_backward(self, trainer):
+        def scaled(x, k=1.0):
+            return x * k
+
+        trainer.loss = functools.partial(scaled, k=2.0)(trainer.loss) * self.k
+
+
+class InnerByAnotherName(InnerByKeyword):
+    def before_backward(self, trainer):
+        def scaled(x, k=1.0):
+            return x * k
+
+        other = scaled
+        trainer.loss = other(trainer.loss, k=2.0) * self.k
+
+
+class InnerByDict(InnerByKeyword):
+    def before_backward(self, trainer):
+        def scaled(x, k=1.0):
+            return x * k
+
+        trainer.loss = scaled(trainer.loss, **{"k": 2.0}) * self.k
+
+
+class InnerOfTwo(InnerByKeyword):
+    def before_backward(self, trainer):
+        if trainer.batch_num % 2:
+
+            def scaled(x, k=1.0):
+                return x * k
+        else:
+
+            def scaled(x, **options):
+                return x * options["k"]
+
+        trainer.loss = scaled(trainer.loss, k=2.0) * self.k
+
+
+@pytest.mark.parametrize("kind", [InnerInPartial, InnerByAnotherName, InnerByDict, InnerOfTwo])
+def test_an_inner_function_that_nobody_knows_at_its_call_is_refused(kind):
+    with pytest.raises(ValueError, match=f"`{kind.__name__}.before_backward` cannot .*give `k` by name"):
+        make_trainer([BasicTrainCB(), kind()]).to_script()
+
+
 # Loaders that are exchanged
 
 set_seed(9)
