@@ -70,7 +70,7 @@ class InnerFunctions:
         with_name = [self._note(o) for o in nodes]
         called = {id(o.func) for o in nodes if isinstance(o, ast.Call)}
         free = [o for o in nodes if id(o) not in called and o not in with_name]
-        self.handed = [names for o in free for names in self.mentioned(o)] # Somebody else may call these
+        self.handed = [names for node in free for names in self.mentioned(node)] # Others may call these
 
     def _note(self, node):
         "Note a function that has a name; gives a `lambda` that has got one"
