@@ -276,6 +276,15 @@ def modules_of(
         level = list(dict.fromkeys(filterfalse(found.__contains__, inside)))
     return list(found)[1:]
 
+_tensors_of = attrgetter('_parameters', '_buffers')
+
+def tensors_in(
+    modules, # Several; those inside them are not asked
+)->list: # None for what is not there
+    "The parameters and buffers that modules have themselves"
+    held = chain.from_iterable(map(_tensors_of, modules))
+    return list(chain.from_iterable(map(methodcaller('values'), held)))
+
 _WRITTEN = {name: getattr(nn.Module, name) for name in ('train', 'eval', 'children', '__setattr__')}
 
 def _is_usual(kind):

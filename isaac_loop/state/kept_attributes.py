@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
 from ..basics.checks import warn
-from ..basics.tensors import OF_MODULES
+from ..basics.tensors import OF_MODULES, tensors_in
 from ..data.random_generators import is_generator
 from ..data.resumable_loaders import Resumable
 from ..loop.fitting import private_state
@@ -67,8 +67,6 @@ def _attributes_of(module, is_own):
 def _is_layer(kind): return issubclass(kind, nn.Module) and not _is_own(kind)
 
 def _is_bare(x): return _is_layer(type(x)) and not (x._forward_hooks or x._forward_pre_hooks)
-
-_tensors_of = attrgetter('_parameters', '_buffers')
 
 def _met_below(layer, seen, layers):
     "Add `layer` and those below it to `layers`, and to what was `seen`; which modules there are others"
@@ -233,8 +231,7 @@ class _Held:
     def _of_layers(self, layers):
         "Remember layers that lead nowhere"
         self.mementos.append(_put_back_of(layers))
-        held = chain.from_iterable(map(_tensors_of, layers))
-        self.watched += chain.from_iterable(map(methodcaller('values'), held))
+        self.watched += tensors_in(layers)
 
     def _of_module(self, module):
         "Remember a module; what it leads to"

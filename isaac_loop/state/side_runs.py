@@ -7,14 +7,12 @@ __all__ = []
 
 # %% ../../nbs/state/40_side_runs.ipynb #c0d20234
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter, methodcaller
 
 import torch
 from torch import nn
 from fastcore.basics import patch
 
-from ..basics.tensors import modules_of, set_seed
+from ..basics.tensors import modules_of, set_seed, tensors_in
 from ..loop.events import EVENTS, Order, ROW_EVENTS, handler_of
 from ..loop.fitting import places_of
 from ..loop.handlers import order_of
@@ -50,8 +48,6 @@ def _parts_of(model):
     kinds = [name for name in ('modules', 'parameters', 'buffers') if hasattr(model, name)]
     return [part for name in kinds for part in getattr(model, name)()]
 
-_tensors_of = attrgetter('_parameters', '_buffers')
-
 @patch
 def _trained(self:Trainer, modules):
     "What a run on the side may change for good: the trainer, its model with `modules` and tensors, and more"
@@ -59,8 +55,7 @@ def _trained(self:Trainer, modules):
     loaders = [dl for dl in loaders if hasattr(dl, 'load_state_dict')]
     usual = isinstance(self.model, nn.Module) and type(self.model).parameters is nn.Module.parameters
     modules = modules if usual else []
-    held = chain.from_iterable(map(methodcaller('values'), chain.from_iterable(map(_tensors_of, modules))))
-    parts = [*modules, *held] if modules else _parts_of(self.model)
+    parts = [*modules, *tensors_in(modules)] if modules else _parts_of(self.model)
     return [self, self.model, self.loss_func, vars(self).get('opt'), *parts, *loaders]
 
 # %% ../../nbs/state/40_side_runs.ipynb #7af24206
