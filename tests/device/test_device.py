@@ -439,3 +439,27 @@ def test_a_term_that_another_adds_to_the_loss_is_scaled_with_it_and_nobody_sees_
         assert penalty.before == penalty.after
         found.append(model.weight.detach())
     assert torch.allclose(*found, rtol=0.02, atol=0.01)
+
+
+class SecondScaler(MixedPrecisionCB):
+    "Scales for another optimizer, whose step is done elsewhere"
+
+    step = before_step = cleanup_step = None
+
+
+def test_two_that_scale_leave_the_true_loss():
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    seen = {}
+
+    def before_backward(trainer):
+        seen["before"] = trainer.loss.item()
+
+    def after_backward(trainer):
+        seen["after"] = trainer.loss.item()
+
+    scalers = [kind("float16", init_scale=256.0) for kind in (MixedPrecisionCB, SecondScaler)]
+    callbacks = [BasicTrainCB(), *scalers, before_backward, after_backward]
+    Trainer(DataLoaders([(x, x[:, :1])]), F.mse_loss, optim.SGD, nn.Linear(4, 1), callbacks).fit(
+        1, valid=False
+    )
+    assert seen["before"] == seen["after"]
