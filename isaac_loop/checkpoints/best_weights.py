@@ -16,7 +16,7 @@ from ..loop.monitor import Monitor, check_monitored, mode_of, value_now
 from ..loop.shared_attributes import offered
 from ..models.buffers import put_unsaved, unsaved_buffers
 from ..state.keeps_state import KeepsBest
-from ..state.run_state import load_weights_into
+from ..state.putting_back import load_weights_into
 
 # %% ../../nbs/checkpoints/40_best_weights.ipynb #73777d25
 def evaluated_model(

@@ -34,10 +34,11 @@ from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
 from ..state.plain_state import plain
 from ..state.run_folder import run_folder
-from ..state.run_parts import bare, held_loaders, loaders_of, parts_of
+from ..state.loader_parts import held_loaders, loaders_of
+from ..state.putting_back import put_mode, put_weights
+from ..state.run_state import cut_names, take_parts, take_state, take_told_opt
+from ..state.trainer_parts import bare, parts_of
 from ..state.script_facts import note_left
-from ..state.run_state import cut_names, put_mode, put_weights, take_parts
-from ..state.run_state import take_state, take_told_opt
 from ..state.states_of_processes import for_this_process, gather_states
 from ..state.store import check_keeping
 

@@ -16,7 +16,8 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_list, did_you_mean, local_path
 from ..loop.events import CancelException, Order
 from ..loop.history import updates_of_run
-from ..state.run_parts import bare, check_model
+from ..state.told_states import check_model
+from ..state.trainer_parts import bare
 from ..state.store import CheckpointStore, check_keeping
 
 # %% ../../nbs/checkpoints/50_exports.ipynb #f48fd03c

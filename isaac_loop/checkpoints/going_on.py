@@ -21,7 +21,8 @@ from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
 from ..state.holders import holders, may_be_state
 from ..state.run_checks import check_fits, data_unchecked
-from ..state.run_parts import generators, on_graph
+from ..state.loader_parts import generators
+from ..state.trainer_parts import on_graph
 from ..state.script_facts import exchanged_loaders, exchanged_names, exchanged_opts, other_facts
 from ..state.script_facts import script_facts
 

@@ -16,8 +16,9 @@ from ..data.random_generators import drawn_from
 from ..loop.events import callback_name
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import plain_random_state, set_plain_random_state
-from ..state.run_parts import generators, held_loaders, reads_loaders
-from ..state.run_state import places_of, put_callbacks, put_held, put_position, take_callbacks
+from ..state.loader_parts import generators, held_loaders, reads_loaders
+from ..state.putting_back import put_callbacks, put_held, put_position
+from ..state.run_state import places_of, take_callbacks
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #8d102732
 def makers_of(

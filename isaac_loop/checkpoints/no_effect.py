@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/checkpoints/18_no_effect.ipynb #53503d9a
 from ..basics.checks import warn
 from ..data.fingerprint import loss_of
-from ..state.run_parts import as_named_now, opt_defaults
+from ..state.trainer_parts import as_named_now, opt_defaults
 
 # %% ../../nbs/checkpoints/18_no_effect.ipynb #9880437b
 _OTHER_LOSS = ('The saved run had the loss `{}`, and goes on with `{}`, so its losses before and after '

@@ -18,8 +18,9 @@ from ..loop.passes import n_batches
 from ..state.errors import ResumeMismatch
 from ..state.random_numbers import set_plain_random_state, undrawn
 from ..state.readers import put_readers_of, readers_held, same_values
-from ..state.run_parts import all_parameters, generators, held_loaders
-from ..state.run_state import put_callbacks, put_generators
+from ..state.loader_parts import generators, held_loaders
+from ..state.putting_back import put_callbacks, put_generators
+from ..state.trainer_parts import all_parameters
 
 # %% ../../nbs/checkpoints/17_rest_of_pass.ipynb #7e2a4d7d
 _HELD = list,tuple,range # Batches that are there, the same in each pass

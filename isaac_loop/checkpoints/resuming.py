@@ -25,9 +25,11 @@ from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
 from ..state.comings import take_comings, take_out, warn_of_absent
 from ..state.readers import readers_held
-from ..state.run_parts import check_states, generators, loaders_of, put_workers, workers_begun
-from ..state.run_state import is_in_pass, put_callbacks, put_frozen, put_generators, put_position
-from ..state.run_state import put_first, put_mode, put_random, put_state
+from ..state.loader_parts import generators, loaders_of, put_workers, workers_begun
+from ..state.putting_back import put_callbacks, put_first, put_frozen, put_generators, put_mode
+from ..state.putting_back import put_position, put_random, put_state
+from ..state.run_state import is_in_pass
+from ..state.told_states import check_states
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, note_parts, script_facts
 from ..state.random_numbers import compact_random_state

@@ -17,7 +17,8 @@ from ..loop.history import updates_of_run
 from ..loop.monitor import mode_of
 from ..loop.ranks import here
 from ..state.run_checks import check_fits, check_is_run
-from ..state.run_state import put_position, put_random, put_state, take_state
+from ..state.putting_back import put_position, put_random, put_state
+from ..state.run_state import take_state
 from ..state.errors import NoValidCheckpoint
 from ..state.store import CheckpointStore
 from ..loop.trainer import Trainer

@@ -16,8 +16,7 @@ from ..data.sampling import hashed
 from ..loop.events import callback_name
 from ..loop.passes import n_batches
 from ..state.errors import RanksDiffer
-from ..state.run_parts import opt_defaults
-from ..state.run_parts import parts_of as modules_of
+from ..state.trainer_parts import opt_defaults, parts_of as modules_of
 
 # %% ../../nbs/device/63_alike.ipynb #07421f10
 def named_modules(

@@ -15,7 +15,7 @@ from torch import nn, optim
 from ..basics.tensors import is_part, part_like, whole
 from .wrapped import found_lost
 from ..loop.events import callback_name
-from ..state.run_parts import parts_of
+from ..state.trainer_parts import parts_of
 
 # %% ../../nbs/device/76_cut_weights.ipynb #88ba6655
 def picks_of(

@@ -20,7 +20,7 @@ from ..loop.events import CancelFitException, CancelStepException, Order
 from ..loop.handlers import has_own_batch
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
-from ..state.run_parts import parts_of as modules_of
+from ..state.trainer_parts import parts_of as modules_of
 from ..train.example_losses import reduction_of
 
 # %% ../../nbs/device/67_synchronising.ipynb #34c01632

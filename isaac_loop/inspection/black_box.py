@@ -16,7 +16,7 @@ from ..basics.tables import Table
 from ..loop.events import CancelException
 from ..state.errors import UnsaveableState
 from ..state.random_numbers import random_state
-from ..state.run_parts import check_states
+from ..state.told_states import check_states
 from .black_box_files import read_run, write_run
 from .kept_batches import KeptBatch, KeptPass, batch_table, copied_or_same, loss_now
 from .kept_runs import KeptRun, all_kept, begin_kept, broken_at, end_at, take_seen

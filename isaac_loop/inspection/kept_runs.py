@@ -18,8 +18,10 @@ from ..loop.events import Order, callback_name
 from ..state.errors import ResumeMismatch
 from ..state.plain_state import plain
 from ..state.random_numbers import set_random_state
-from ..state.run_parts import all_parameters, as_named_now, bare, differing, further_names, parts_of
-from ..state.run_state import put_callbacks, put_state, put_weights, take_parts
+from ..state.fitting_weights import differing
+from ..state.putting_back import put_callbacks, put_state, put_weights
+from ..state.run_state import take_parts
+from ..state.trainer_parts import all_parameters, as_named_now, bare, further_names, parts_of
 from .kept_batches import KeptBatch, first_bad, where_was
 
 # %% ../../nbs/inspection/53_kept_runs.ipynb #b7187bd4

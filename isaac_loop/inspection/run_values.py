@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from ..loop.callback_list import is_in
 from ..state.random_numbers import random_state
-from ..state.run_parts import parts_of
+from ..state.trainer_parts import parts_of
 
 # %% ../../nbs/inspection/21_run_values.ipynb #5c76d187
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -22,7 +22,7 @@ from .change_marks import CONTAINERS, HELD, MANY, OF_CONTAINER, SIMPLE, Code, Ma
 from .change_marks import is_iterator, is_outside, members_of, own_attributes, part_of
 from .filled_objects import Filler, base_of, is_numeric, is_still, put_entries, write
 from .plain_state import plain
-from .run_state import load_opt
+from .putting_back import load_opt
 
 # %% ../../nbs/state/33_changed_values.ipynb #2b0b88c5
 _KIND = '__own__' # The key of a dict that says how a value is put back

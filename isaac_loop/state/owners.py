@@ -23,7 +23,7 @@ from .held_callables import closed_over, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
 from ..data.random_generators import is_generator, is_seeds
 from .holders import besides, is_own, looked_at, may_be_state, unasked
-from .run_parts import bare, opts_inside, parts_of, told_opt
+from .trainer_parts import bare, opts_inside, parts_of, told_opt
 
 # %% ../../nbs/state/37_owners.ipynb #6494ba45
 _OF_BATCH = {'batch', 'preds', 'loss', '_split'} # Nobody saves these: a callback that holds one keeps it

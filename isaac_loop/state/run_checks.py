@@ -14,10 +14,11 @@ from ..data.fingerprint import data_of, differences, unchecked
 from ..data.resumable_loaders import harm_of
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
-from .run_parts import as_named_now, bare, differing, further_names, loaders_of, opts_made
-from .run_parts import numbers_for, opts_of, other_types, parts_of
-from .run_parts import stateful_callbacks, with_empty
+from .fitting_weights import differing, numbers_for, other_types, with_empty
+from .loader_parts import loaders_of
 from .run_state import is_in_pass
+from .told_states import stateful_callbacks
+from .trainer_parts import as_named_now, bare, further_names, opts_made, opts_of, parts_of
 from .states_of_processes import _digest_of
 
 # %% ../../nbs/state/64_run_checks.ipynb #7fe1da1a

@@ -15,7 +15,8 @@ from torch import nn
 from ..basics.settings import show_settings
 from ..data.fingerprint import Seen
 from ..loop.events import Order, callback_name
-from .run_parts import bare, note_orders, opts_made, parts_of
+from .loader_parts import note_orders
+from .trainer_parts import bare, opts_made, parts_of
 
 # %% ../../nbs/state/58_script_facts.ipynb #f7a7a6bd
 def _taking_part(trainer):

@@ -16,7 +16,7 @@ from isaac_loop.loop.events import callback_name
 from isaac_loop.state.errors import RanksDiverged
 from isaac_loop.state.plain_state import from_plain, plain
 from isaac_loop.state.random_numbers import plain_random_state, set_plain_random_state, undrawn
-from isaac_loop.state.run_parts import stateful_callbacks
+from isaac_loop.state.told_states import stateful_callbacks
 
 # %% ../../nbs/state/67_states_of_processes.ipynb #3c753416
 _MAINS = 'position','opt_defaults','data','loss_func','opt_classes','opts_made','opts_began'

@@ -20,7 +20,7 @@ from ..loop.events import CancelEpochException, CancelException
 from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.shared_attributes import offering
 from ..models.buffers import copy_buffers, exchange_buffers, put_unsaved, unsaved_buffers
-from ..state.run_parts import fill_empty
+from ..state.fitting_weights import fill_empty
 from .norm_statistics import batch_norms_in, in_eval_mode, measure_norms, share_means
 
 # %% ../../nbs/train/50_averaging.ipynb #fd9ef505

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/train/70_optimizer_options.ipynb #529a5aac
 import torch
 
-from ..state.run_parts import held_parameters, parts_of
+from ..state.trainer_parts import held_parameters, parts_of
 
 # %% ../../nbs/train/70_optimizer_options.ipynb #39b7451d
 def _groups_of(trainer): return getattr(getattr(trainer, 'opt', None), 'param_groups', ())

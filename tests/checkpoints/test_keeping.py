@@ -35,8 +35,8 @@ from isaac_loop.log.tracking import TrackingCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop.events import EVENTS, CancelFitException, CancelStepException
-from isaac_loop.state.run_parts import stateful_callbacks
 from isaac_loop.state.run_state import take_state
+from isaac_loop.state.told_states import stateful_callbacks
 from isaac_loop.state.errors import CheckpointWriteFailed, UnsaveableState
 from isaac_loop.state.plain_state import plain
 from isaac_loop.state.store import CheckpointStore

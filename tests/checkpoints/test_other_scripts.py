@@ -650,7 +650,8 @@ def test_the_same_script_is_told_nothing(tmp_path, callbacks):
 
 
 def test_a_checkpoint_of_an_earlier_version_is_taken_up_without_a_word(tmp_path):
-    from isaac_loop.state.run_state import put_frozen, take_state
+    from isaac_loop.state.putting_back import put_frozen
+    from isaac_loop.state.run_state import take_state
 
     trainer = make([ThawCB])
     trainer.fit(1, lr=0.01, valid=False)
@@ -835,7 +836,8 @@ def test_names_of_one_part_may_be_given_in_another_order(tmp_path, cut):
 
 def test_names_that_an_earlier_version_has_saved_for_one_part_are_taken_for_one():
     from isaac_loop.state.run_checks import check_fits
-    from isaac_loop.state.run_state import put_state, take_state
+    from isaac_loop.state.putting_back import put_state
+    from isaac_loop.state.run_state import take_state
 
     trainer = make([])
     trainer.critic, trainer.opt_func = nn.Linear(1, 1), of_all

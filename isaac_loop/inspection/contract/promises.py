@@ -16,7 +16,7 @@ from .resumed_run import resumed_run, saved_run
 from ..run_results import OTHER, as_value, is_time, outcome, told, unlike
 from ...loop.callback_list import is_in
 from ...loop.events import callback_name
-from ...state.run_parts import stateful_callbacks
+from ...state.told_states import stateful_callbacks
 
 # %% ../../../nbs/inspection/contract/40_promises.ipynb #1c74c3a6
 class NotTried(Exception): "A promise has nothing to be about; the text says why"

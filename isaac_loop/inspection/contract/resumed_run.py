@@ -10,8 +10,9 @@ from ...loop.events import Order
 from ...loop.handlers import order_of
 from ...state.plain_state import plain
 from ...state.random_numbers import plain_random_state, set_plain_random_state, undrawn
-from ...state.run_parts import check_states, stateful_callbacks
-from ...state.run_state import put_frozen, put_random, put_state, take_state
+from ...state.putting_back import put_frozen, put_random, put_state
+from ...state.run_state import take_state
+from ...state.told_states import check_states, stateful_callbacks
 from ..observed_run import watch_fits
 from ..run_results import attributes
 
