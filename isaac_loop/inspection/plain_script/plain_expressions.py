@@ -7,13 +7,13 @@ __all__ = []
 
 # %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #3277d8a9
 import ast, inspect, re, types
-from collections import Counter
 
 from torch import nn
 from torch.optim import Optimizer
 
 from isaac_loop.inspection.plain_script.callback_source import Method, mentioned, own_method
-from isaac_loop.inspection.plain_script.script_names import NoSource, bound_by, bound_names
+from isaac_loop.inspection.plain_script.inner_functions import InnerFunctions
+from isaac_loop.inspection.plain_script.script_names import NoSource, bound_names
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
 from isaac_loop.loop.events import callback_name
 
@@ -49,78 +49,6 @@ def changes_batch(
     attributes = [o for o in ast.walk(tree) if isinstance(o, ast.Attribute) and o.attr == 'batch']
     batches = [o for o in attributes if isinstance(o.value, ast.Name) and o.value.id in trainers]
     return any(not isinstance(o.ctx, ast.Load) or id(o) not in reads for o in batches)
-
-# %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #d75a0e85
-_BY_NAME = ('it may give `{0}` by name to a function that it defines, and has another name for that '
-            'argument, as the script has a `{0}` already', 'Give the argument another name')
-
-def _mentioned_in(nodes):
-    "Everything within several nodes"
-    return [inner for node in nodes for inner in ast.walk(node)]
-
-class InnerFunctions:
-    "The functions that a method defines, with their arguments that have other names in the script"
-    def __init__(self,
-        tree:ast.AST, # Of a method, not yet rewritten
-        renamed:dict, # By name, another one
-    ):
-        self.renamed,self.functions = renamed,{} # By name, the arguments of each function that is called so
-        nodes = [o for o in ast.walk(tree) if o is not tree]
-        self.bound = Counter(name for node in nodes for name in bound_by([node]))
-        with_name = [self._note(o) for o in nodes]
-        called = {id(o.func) for o in nodes if isinstance(o, ast.Call)}
-        free = [o for o in nodes if id(o) not in called and o not in with_name]
-        self.handed = [names for node in free for names in self.mentioned(node)] # Others may call these
-
-    def _note(self, node):
-        "Note a function that has a name; gives a `lambda` that has got one"
-        if isinstance(node, ast.FunctionDef): return self._add(node.name, node)
-        if not isinstance(getattr(node, 'value', None), ast.Lambda): return None
-        targets = getattr(node, 'targets', None) or [getattr(node, 'target', None)]
-        named = [self._add(target.id, node.value) for target in targets if isinstance(target, ast.Name)]
-        return named[0] if len(named) == len(targets) else None
-
-    def _add(self, name, function):
-        "Note a function by its name"
-        self.functions.setdefault(name, []).append(self.names(function))
-        return function
-
-    def names(self, function):
-        "Arguments with another name that may be given by keyword"
-        return {o.arg for o in [*function.args.args, *function.args.kwonlyargs]} & self.renamed.keys()
-
-    def mentioned(self, node):
-        "The arguments of functions that a node stands for"
-        if isinstance(node, ast.Lambda): return [self.names(node)]
-        is_read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        return self.functions.get(node.id, []) if is_read else []
-
-    def others(self,
-        call:ast.Call, # Not yet rewritten
-    )->dict: # By name of a keyword, another one
-        "New names of what a call gives by keyword"
-        given,f = {o.arg for o in call.keywords},call.func
-        if not given or not self.renamed: return {}
-        known = self.mentioned(f)
-        is_sure = bool(known) and (isinstance(f, ast.Lambda) or self.bound[f.id] == len(known))
-        taken = [names & given for names in known]
-        if not is_sure: self.refuse(given, self.may_call(call))
-        elif None in given or any(names != taken[0] for names in taken): self.refuse(given, known)
-        return {name: self.renamed[name] for name in taken[0]} if is_sure else {}
-
-    def may_call(self, call):
-        "The arguments of functions that a call which is not sure may be of"
-        whole = [] if isinstance(call.func, ast.Attribute) else [call.func]
-        values = [*whole, *call.args, *(o.value for o in call.keywords)]
-        found = [names for node in _mentioned_in(values) for names in self.mentioned(node)]
-        of_own = any(getattr(o, 'id', None) in self.bound for o in _mentioned_in(whole))
-        return found + self.handed*of_own
-
-    def refuse(self, given, known):
-        "Refuse keywords that may be arguments with another name"
-        names = sorted(set().union(*known))
-        wrong = names if None in given else [name for name in names if name in given]
-        if wrong: raise NotWritten(_BY_NAME[0].format(wrong[0]), _BY_NAME[1])
 
 # %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #6c430cf6
 _SAME = ('loss_func opt lr n_epochs epoch batch_num preds loss n_updates updates_per_epoch').split()
