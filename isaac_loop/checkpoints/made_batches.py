@@ -10,7 +10,7 @@ import torch
 
 from ..basics.checks import warn
 from .standing import _of_drawn, kept_in, Standing, stands_alike
-from ..data.fingerprint import _alike, _leaves
+from ..data.fingerprint import alike, leaves_of
 from ..data.generators import data_generators
 from ..data.random_generators import drawn_from
 from ..loop.events import callback_name
@@ -127,7 +127,7 @@ def digest_of(
 )->list: # None if there is nothing to compare
     "A batch in a few numbers and texts, if it is as it was"
     if not parts or any(_version(x) != was for x,was in parts if isinstance(x, torch.Tensor)): return None
-    return [leaf for x,_ in parts[:64] for leaf in _leaves(x)]
+    return [leaf for x,_ in parts[:64] for leaf in leaves_of(x)]
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #90364462
 def place_in_pass(
@@ -241,4 +241,4 @@ def _is_same_place(was, now):
 def _is_same_batch(batch, saved):
     "Whether a batch is as it was, as far as anybody can say"
     now = digest_of(parts_of_batch(batch))
-    return saved is None or now is None or (len(saved) == len(now) and all(map(_alike, saved, now)))
+    return saved is None or now is None or (len(saved) == len(now) and all(map(alike, saved, now)))

@@ -16,7 +16,7 @@ from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, Me
 import torch
 from fastcore.basics import patch
 
-from ..data.fingerprint import _alike, _exact, _leaves
+from ..data.fingerprint import _exact, alike, leaves_of
 from ..data.random_generators import drawn_from
 from ..data.exact_loaders import ExactLoader
 from ..data.replay_loaders import ReplayLoader
@@ -79,7 +79,7 @@ class Standing:
 
     def _value(self, x, depth=0):
         "Tell of something that is carried along"
-        if type(x) in SIMPLE: return self.told.extend(_leaves(x))
+        if type(x) in SIMPLE: return self.told.extend(leaves_of(x))
         if id(x) in self.seen or id(x) in self.known: return
         self.seen[id(x)] = x # Held, so that no other object gets its `id`
         if len(self.told) > _MOST: self.sure = False
@@ -116,8 +116,8 @@ def _object(self:Standing, x, depth):
     if isinstance(x, Mapping): x = [part for key in sorted(x, key=repr) for part in (key, x[key])]
     is_list = isinstance(x, (list, tuple, deque))
     parts = list(x) if is_list else list(attributes_of(x).values())
-    leaves = _leaves(parts) if is_list and set(map(type, parts)) <= SIMPLE else None
-    if not is_list: leaves = _leaves(x)
+    leaves = leaves_of(parts) if is_list and set(map(type, parts)) <= SIMPLE else None
+    if not is_list: leaves = leaves_of(x)
     if leaves not in (None, [type(x).__name__]): self.told.extend(leaves)
     elif depth > 6 or len(parts) > 64 or not (is_list or parts) or is_outside(x): self.sure = False
     else:
@@ -196,7 +196,7 @@ def _all_of(x):
     standing = Standing(x)
     if standing.sure: return standing.told
     parts = x if isinstance(x, (*CONTAINERS, torch.Tensor)) else attributes_of(x)
-    rest = f'{len(parts)} parts' if len(parts) > 10_000 else repr(_leaves(parts))
+    rest = f'{len(parts)} parts' if len(parts) > 10_000 else repr(leaves_of(parts))
     return [*standing.told, _exact('rest', rest.encode())]
 
 def stands_alike(
@@ -206,13 +206,13 @@ def stands_alike(
     "Whether two iterators stand at the same place, with the same things in their hands"
     if saved[0] != now[0]: return None
     if len(saved) != len(now): return False
-    others = [pair for pair in zip(saved, now) if not _alike(*pair)]
+    others = [pair for pair in zip(saved, now) if not alike(*pair)]
     if not others: return True
     return None if all(_is_fraction(a) and _is_fraction(b) for a,b in others) else False
 
 @lru_cache
 def _fraction():
     "As the leaf of a number, or of a list of them, begins"
-    return _leaves(0.5)[0][0].partition(' ')[0]
+    return leaves_of(0.5)[0][0].partition(' ')[0]
 
 def _is_fraction(leaf): return isinstance(leaf, list) and str(leaf[0]).startswith(_fraction())

@@ -31,6 +31,7 @@ from .owners import World, add_generators_of, is_layer, is_part
 from .held_callables import keepers_in
 from .owners import OPT, is_opt, of_other, others_of
 from .plain_state import from_plain, plain
+from .settings import differing, holds_numbers, is_setting, looks_of, made_by
 
 # %% ../../nbs/state/38_own_state.ipynb #4ff82aef
 @lru_cache
@@ -191,16 +192,17 @@ def take(self:OwnState,
         for x in own.values():
             if type(x) not in SIMPLE: keeper.marker.part(x)
     for name,(owner,own) in owners.items():
-        if is_part(name) and not self._changed(keeper.marker, name, own): continue
-        state,settings,lost = self._kept(keeper, name, own, every)
-        if name.startswith('dls') or is_part(name) or is_beside(name): settings = {} # Told elsewhere
+        of_opt = is_opt(name, owner)
+        if is_part(name) and not (of_opt or self._changed(keeper.marker, name, own)): continue
+        also = own if every else made_by(owner, own) if of_opt else ()
+        state,still,lost = self._kept(keeper, name, own, also)
         state,refused = _exactly(state, name, copy)
+        settings,looks = _noted(name, still, of_opt, keeper.world)
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
-        if state or settings: found[name] = dict(state=state, settings=settings)
-        if made: found[name]['made'] = made
-        deleted = self._deleted(trainer, name, owner, own)
-        if deleted: found.setdefault(name, dict(state={}, settings={}))['deleted'] = deleted
-        lost = [k for k in lost+refused if is_opt(name, owner) or not self._is_output(name, k, own[k])]
+        more = dict(looks=looks, made=made, deleted=self._deleted(trainer, name, owner, own))
+        more = {k: o for k,o in more.items() if o}
+        if state or settings or more: found[name] = dict(state=state, settings=settings) | more
+        lost = [k for k in lost+refused if self._is_missed(keeper.marker, name, k, own[k], of_opt)]
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
     if of is not None: return found
     self.first.note(keeper.marker, owners, self._changed, self.begin, self.ready)
@@ -208,6 +210,11 @@ def take(self:OwnState,
     self.told.update(unkept)
     self._warn_of_outside(owners, keeper.marker)
     return found
+
+def _noted(name, still, of_opt, world):
+    "Of what has not changed the settings, and how tensors look; data, model and loss are told elsewhere"
+    if name.startswith('dls') or is_beside(name) or (is_part(name) and not of_opt): return {},{}
+    return {k: x for k,x in still.items() if is_setting(x)}, looks_of(still, world)
 
 @patch
 def _is_as_made(self:OwnState, marker, name, k, x):
@@ -221,6 +228,12 @@ def _deleted(self:OwnState, trainer, name, owner, own):
     had += self.first.names(name, owner) # Deleted by a fit that broke off
     gone = list(dict.fromkeys(k for k in had if k not in own))
     return gone if gone and any(name in holders(cb) for cb in trainer.callbacks) else []
+
+@patch
+def _is_missed(self:OwnState, marker, name, k, x, of_opt):
+    "Whether to tell that a value is lost; of an optimizer also one that it was made with, if it is numbers"
+    if not of_opt: return not self._is_output(name, k, x)
+    return holds_numbers(x) or part_of(self.ready.get(name), k) != marker.mark(x)
 
 @patch
 def _is_output(self:OwnState, name, k, x):
@@ -243,16 +256,16 @@ def _warn_of_lost(unkept):
     warn(_CANNOT.format(what, them, instead, tuple(k for _,k in unkept)))
 
 @patch
-def _kept(self:OwnState, keeper, name, own, every=False):
-    "What is kept of the attributes `own`, the settings, and names of what cannot be kept"
+def _kept(self:OwnState, keeper, name, own, also=()):
+    "What is kept of the attributes `own`, what is as it was, and names of what cannot be kept"
     mark = keeper.marker.mark
     begin,ready,back = (marks.get(name) for marks in (self.begin, self.ready, self.back))
-    changed,state,lost = list(own) if every else self._changed(keeper.marker, name, own),{},[]
-    for k in changed:
+    changed,state,lost = {*also, *self._changed(keeper.marker, name, own)},{},[]
+    for k in [k for k in own if k in changed]:
         try: state[k] = keeper.keep(own[k], part_of(begin, k), part_of(ready, k))
         except Unkept:
             if part_of(ready, k) != mark(own[k]): lost.append(k)
-    settings = {k: x for k,x in own.items() if k not in changed and _is_setting(x)}
+    still = {k: x for k,x in own.items() if k not in changed}
     touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
     made = {k for k in own if part_of(begin, k) != part_of(ready, k)}
     bare = {k: value_in(x) for k,x in state.items() if x is not ANEW}
@@ -260,12 +273,7 @@ def _kept(self:OwnState, keeper, name, own, every=False):
     filled = {k for k,x in own.items() if is_numeric(x) and stays(k, x)} # Not what `before_fit` makes
     parted,views = part_views(bare, own, touched, made, filled)
     state = {k: state[k] if x is bare[k] else x for k,x in parted.items()}
-    return state, settings, lost+views
-
-def _is_setting(x):
-    "Whether a value is simple, or a short list of such"
-    if type(x) in SIMPLE: return True
-    return type(x) in (list, tuple) and len(x) <= 20 and set(map(type, x)) <= SIMPLE
+    return state, still, lost+views
 
 def _path(name, k): return f'`{name or "trainer"}.{k}`'
 def _listed(found): return ', '.join(found[:8]) + (f' and {len(found)-8} more' if len(found) > 8 else '')
@@ -293,7 +301,7 @@ def put(self:OwnState,
         settings,changed = saved[name]['settings'],self._changed(marker, name, own)
         back = {k: o for k,o in settings.items() if k in changed}
         still = {k: o for k,o in own.items() if k not in changed}
-        others = _differing_settings(name, settings, still, marker)
+        others = differing(name or 'trainer', saved[name], still, marker)
         differ += others
         made = saved[name].get('made', ()) if others else () # From other settings
         state = {k: o for k,o in saved[name]['state'].items() if k not in made}
@@ -331,11 +339,6 @@ def _marks_now(self:OwnState, trainer):
 def _knows_its_place(trainer, name):
     "Whether an owner is none that reads for the training loader, or for one that goes on where it stood"
     return not name.startswith('dls.train') or hasattr(trainer.dls.train, 'load_state_dict')
-
-def _differing_settings(name, saved, own, marker):
-    "A text for each setting that is another one now"
-    others = {k: o for k,o in saved.items() if k in own and marker.mark(own[k]) != marker.mark(o)}
-    return [f'{_path(name, k)[:-1]}={own[k]!r}` (saved: {o!r})' for k,o in others.items()]
 
 def _tell(found):
     "Warn of what was lost, what is gone and what differs"

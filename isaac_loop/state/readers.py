@@ -10,7 +10,8 @@ from fastcore.basics import patch
 
 from isaac_loop.state.change_marks import Marker
 from isaac_loop.state.changed_values import Keeper, Putter
-from isaac_loop.state.own_state import OwnState, _device_of, _exactly, _is_setting
+from isaac_loop.state.own_state import OwnState, _device_of, _exactly
+from isaac_loop.state.settings import is_setting
 from isaac_loop.state.owners import World, readers_of
 from isaac_loop.state.plain_state import from_plain
 
@@ -21,7 +22,7 @@ def take_readers(self:OwnState,
 )->dict: # By name, for `put_readers`
     "All numbers of those who make the batches of a plain training loader, whether changed or not"
     keeper = Keeper(World(trainer, self.loop))
-    return {name: _exactly(self._kept(keeper, name, own, every=True)[0], name, copy=True)[0]
+    return {name: _exactly(self._kept(keeper, name, own, also=own)[0], name, copy=True)[0]
             for name,(_,own) in readers_of(trainer).items()}
 
 @patch
@@ -34,7 +35,7 @@ def put_readers(self:OwnState,
     putter = Putter(_device_of(trainer), self.there)
     for name,(owner,_) in readers_of(trainer).items():
         held = values.get(name, {}).items()
-        meant = {k: x for k,x in held if names is None or (name, k) in names or not _is_setting(x)}
+        meant = {k: x for k,x in held if names is None or (name, k) in names or not is_setting(x)}
         putter.members(owner, from_plain(meant), name)
 
 # %% ../../nbs/state/42_readers.ipynb #5d0a11ca

@@ -230,3 +230,57 @@ def test_an_optimizer_that_remembers_an_exchanged_layer_is_named_with_the_cure(t
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # That a run which is broken off cannot go on is told elsewhere
         assert fit(with_head(tmp_path / "two"), 1).CheckpointCB.path.exists()
+
+
+class Proximal(optim.SGD):
+    "Pulls towards the weights that it was made with"
+
+    def __init__(self, params, lr, pull=0.5):
+        super().__init__(params, lr)
+        self.pull, self.params = pull, [p for group in self.param_groups for p in group["params"]]
+        self.start = [p.detach().clone() for p in self.params]
+        self.norm = float(sum(p.norm() for p in self.start))
+
+    @torch.no_grad()
+    def step(self):
+        for p, start in zip(self.params, self.start):
+            p.grad.add_(p - start, alpha=self.pull * self.norm)
+        super().step()
+
+
+@pytest.mark.parametrize("in_same_process", [False, True])
+def test_what_an_optimizer_has_made_of_the_first_weights_comes_back(in_same_process, tmp_path):
+    whole, cut = fit(make(Proximal)), make(Proximal, CheckpointCB(tmp_path, every=2), cut_after(5))
+    with pytest.raises(Cut):
+        fit(cut)
+    if in_same_process:
+        cut.remove_callback("Cut at after_batch")
+    else:
+        cut = make(Proximal, CheckpointCB(tmp_path, every=2))
+        with torch.no_grad():
+            cut.model.weight.zero_()  # A script without a seed
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(cut)
+    assert torch.equal(cut.model.weight, whole.model.weight)
+
+
+def test_what_the_script_gives_an_optimizer_stays_and_is_told_of(tmp_path):
+    with pytest.raises(Cut):
+        fit(make(Proximal, CheckpointCB(tmp_path, every=2), cut_after(5)))
+    now = make(partial(Proximal, pull=0.7), CheckpointCB(tmp_path, every=2))
+    with pytest.warns(UserWarning, match=r"`trainer.opt.pull=0.7` \(saved: 0.5\)"):
+        fit(now)
+    assert now.opt.pull == 0.7
+
+
+def test_what_an_optimizer_has_made_and_nobody_can_keep_is_named_but_for_what_only_names_parameters(tmp_path):
+    class ByKeys(Proximal):
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.first = dict(zip(self.params, self.start))
+            self.numbers = {p: i for i, p in enumerate(self.params)}
+
+    with pytest.warns(UserWarning, match="`trainer.opt.first` changed .* cannot be kept") as told:
+        fit(make(ByKeys, CheckpointCB(tmp_path)), 1)
+    assert not any("opt.numbers" in str(o.message) for o in told)

@@ -450,6 +450,36 @@ def test_a_setting_that_has_become_a_number_is_told(tmp_path):
     assert "`RateCB.rate=[0.5, 1.0]` (saved: [nan, 1.0])" in told
 
 
+@pytest.mark.parametrize(
+    "wrap", [torch.tensor, np.array, lambda x: [torch.tensor(x), 3], lambda x: {"a": np.array(x)}]
+)
+def test_a_setting_of_tensors_or_arrays_is_told_too(wrap, tmp_path):
+    first, again, other = (RateCB(wrap(o)) for o in ([1.0, 2.0], [1.0, 2.0], [1.0, 3.0]))
+    assert not saved_and_again(tmp_path / "a", first, again)[1]
+    trainer, told = saved_and_again(tmp_path / "b", first, other)
+    assert "`RateCB.rate` (saved: other numbers)" in told and trainer.RateCB.rate is other.rate
+
+
+def test_what_a_callback_holds_of_the_model_is_no_setting(tmp_path):
+    held = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    first, other = (RateCB([torch.nn.Parameter(o.weight * 0 + i)]) for i, o in enumerate(held))
+    assert "`RateCB.rate`" in saved_and_again(tmp_path / "a", first, other)[1]
+
+    class HoldsCB(RateCB):
+        def __init__(self, trainer):
+            super().__init__(list(trainer.model.parameters()))
+
+    def make():
+        trainer = make_trainer([BasicTrainCB(), CheckpointCB(tmp_path / "b", every=2)])
+        trainer.add_callback(HoldsCB(trainer))
+        return trainer
+
+    fit(make())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make().fit(4, lr=0.02, valid=False)
+
+
 class StreamCB:
     "Has another stream of data, which no checkpoint can hold"
 
