@@ -102,17 +102,20 @@ def values_of(
     return {name: (kind, x) for name,kind,x in found}
 
 # %% ../../nbs/inspection/21_run_values.ipynb #5cc3cffd
+_FIXED = {*SIMPLE}
+
 def _hashed(*parts):
     made = hashlib.blake2b(digest_size=8)
     for part in parts: made.update(part)
     return made.digest()
 
 def digest(
-    x, # A tensor, an array or a simple value
+    x, # A tensor, an array, a simple value, or a tuple of such, as the state of NumPy's random numbers is
 )->bytes: # Eight bytes
     "What two values have in common if they are the same, bit for bit"
     if hasattr(x, 'tobytes') and x.dtype != object:
         return _hashed(repr((x.dtype, x.shape)).encode(), x.tobytes())
+    if type(x) is tuple and not set(map(type, x)) <= _FIXED: return _hashed(*map(digest, x))
     if not torch.is_tensor(x): return _hashed(repr(x).encode())
     about = repr((x.dtype, tuple(x.shape), str(x.layout))).encode()
     if x.layout != torch.strided: x = x.detach().to_dense()

@@ -36,12 +36,15 @@ def _of_list(x):
 
 def _of_dict(x):
     kind = OrderedDict if isinstance(x, OrderedDict) else dict # `Counter`, say, has an `update` of its own
-    keys,items = list(kind.keys(x)),list(kind.items(x))
-    def put_back():
-        if list(kind.keys(x)) != keys: kind.clear(x) # Else it is never without its keys
-        if kind is dict: return dict.update(x, items)
-        for k,value in items: kind.__setitem__(x, k, value) # Its `update` would ask the class of `x`
-    return put_back, list(kind.values(x) if {str}.issuperset(map(type, keys)) else chain.from_iterable(items))
+    before = dict(kind.items(x))
+    reached = list(before.values())
+    if not {str}.issuperset(map(type, before)): reached += before
+    return partial(_fill_dict, x, kind, before), reached
+
+def _fill_dict(x, kind, before):
+    if list(kind.keys(x)) != list(before): kind.clear(x) # Else it is never without its keys
+    if kind is dict: return dict.update(x, before)
+    for k,value in before.items(): kind.__setitem__(x, k, value) # Its `update` would ask the class of `x`
 
 def _of_fixed(x):
     kind = tuple if isinstance(x, tuple) else frozenset
@@ -64,27 +67,41 @@ def _is_away(x):
     has_memory = x.layout is torch.strided and x.device.type != 'meta' and not is_lazy(x)
     return has_memory and x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
-def _of_tensor(x):
+def of_tensor(x):
     "A tensor's values, where they are stored, its gradient, whether it wants one, and its hooks"
     # To read hooks of the one, or values of the other, would end the program
     if hasattr(x, 'full_tensor') or _is_away(x): raise TypeError(_SHARDED)
     kind,data = type(x),_data_of(x)
     leaf,wanted = x.is_leaf,x.requires_grad
     grad = x.grad if leaf else None
-    hooks = {o: getattr(x, o) for o in ('_backward_hooks', '_post_accumulate_grad_hooks')}
+    hooks = {o: getattr(x, o) for o in _HOOKS}
     values = _once(data).clone()
-    put_grad_back,reached = _of_tensor(grad) if grad is not None else (_nothing, [])
+    put_grad_back,reached = of_tensor(grad) if grad is not None else (_nothing, [])
     def put_back():
         put_grad_back()
         _once(data).copy_(values)
-        if leaf and not x.is_leaf: x.detach_()
-        if x.is_leaf: x.grad = None
-        x.data = data
-        if type(x) is not kind: x.__class__ = kind # A lazy parameter has got its shape
-        for name,hook in hooks.items():
-            if getattr(x, name) is not hook: setattr(x, name, hook)
-        if x.is_leaf: x.requires_grad,x.grad = wanted,grad
+        reset_tensor(x, kind, data, leaf, wanted, grad, hooks)
     return put_back, [*reached, *hooks.values()]
+
+_HOOKS = '_backward_hooks','_post_accumulate_grad_hooks'
+
+def reset_tensor(
+    x, # A tensor
+    kind, # Its class
+    data, # The memory of its values, as a tensor
+    leaf:bool=True, # Was it one?
+    wanted:bool=False, # Did it want a gradient?
+    grad=None, # Its gradient
+    hooks=None, # By the names of their attributes; default: none
+):
+    "Let a tensor have what it had beside the values"
+    if leaf and not x.is_leaf: x.detach_()
+    if x.is_leaf: x.grad = None
+    x.data = data
+    if type(x) is not kind: x.__class__ = kind # A lazy parameter has got its shape
+    for name,hook in (hooks or dict.fromkeys(_HOOKS)).items():
+        if getattr(x, name) is not hook: setattr(x, name, hook)
+    if x.is_leaf: x.requires_grad,x.grad = wanted,grad
 
 def _data_of(x):
     "The values of a tensor; those of a lazy one are empty"
@@ -213,7 +230,7 @@ def _kind_is_outside(kind):
 
 # %% ../../nbs/state/18_mementos.ipynb #16732d2e
 _CONTENTS = {
-    torch.Tensor: _of_tensor, dict: _of_dict,
+    torch.Tensor: of_tensor, dict: _of_dict,
     (list, array, bytearray): _of_list, (set, deque): _of_group,
     (tuple, frozenset): _of_fixed,
     (torch.Generator, random.Random): _of_generator, type: _of_class,

@@ -7,8 +7,9 @@ __all__ = ['Snapshot']
 
 # %% ../../nbs/state/20_snapshot.ipynb #a8541f4b
 from collections import deque
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, compress
+from operator import is_
 
 import torch
 from fastcore.basics import patch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from ..loop.plan import Plan
 from ..data.generators import own_generators
+from .many_tensors import in_groups, of_alike
 from .mementos import _PLAIN, _SIMPLE, _nothing, _own, is_outside, mementos_of
 from .random_numbers import random_state, set_random_state
 
@@ -34,11 +36,13 @@ def _without_batches(reached):
     return [o for o in reached if not _is_batch(o)]
 
 def _leading_on(reached):
-    "Those that are no numbers, texts or None"
+    "Those that are no tensors, numbers, texts or None"
     return compress(reached, map(_leads_on, map(type, reached)))
 
 @lru_cache(maxsize=4096)
-def _leads_on(kind): return not issubclass(kind, _SIMPLE)
+def _leads_on(kind): return kind is not torch.Tensor and not issubclass(kind, _SIMPLE)
+
+_is_tensor = partial(is_, torch.Tensor) # Called with a class
 
 def _is_data(x):
     "Whether `x`, which a loader leads to, is what it loads"
@@ -70,8 +74,10 @@ class Snapshot:
 
     def _walk(self, todo, seen, loaders=None):
         "Remember all that `todo` leads to, and gather `loaders` for later; without them all lies below some"
-        below,apart = loaders is None,set(map(id, loaders or ()))
-        while todo:
+        below,apart,tensors = loaders is None,set(map(id, loaders or ())),[]
+        while todo or tensors:
+            if not todo: todo,tensors = self._alike(tensors, seen),[]
+            if not todo: return
             x = todo.pop()
             if id(x) in seen or (type(x) not in _PLAIN and is_outside(x)) or (below and _is_data(x)): continue
             if not below and (id(x) in apart or isinstance(x, (DataLoader, Sampler))): loaders.append(x)
@@ -79,7 +85,19 @@ class Snapshot:
                 seen[id(x)] = x # Held, so that no `id` is given to another object
                 for put_back,reached in mementos_of(x, below, below and id(x) in self._searched):
                     if put_back is not _nothing: self.mementos.append(put_back)
-                    if reached: todo += _leading_on(_without_batches(reached) if below else reached)
+                    if reached and below: todo += _leading_on(_without_batches(reached))
+                    elif reached:
+                        todo += _leading_on(reached)
+                        tensors += compress(reached, map(_is_tensor, map(type, reached)))
+
+    def _alike(self, tensors, seen):
+        "Remember tensors that are alike, many at once; the others are returned"
+        new = {id(x): x for x in tensors if id(x) not in seen}
+        many,others = in_groups([*new.values()])
+        for group in many:
+            seen.update(zip(map(id, group), group))
+            self.mementos.append(of_alike(group))
+        return others
 
     def __enter__(self): return self
     def __exit__(self, *args): self.restore()
