@@ -10,7 +10,7 @@ from collections import OrderedDict
 from functools import lru_cache
 from itertools import chain, compress, filterfalse
 from operator import is_, itemgetter
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 
 from torch import nn
 
@@ -39,7 +39,7 @@ def _in_others(x): return [o for _,o in ways_from(x)]
 def _in_container(x):
     if len(x) > ENTRIES: return _in_others(x)
     values = x.values() if type(x) is dict else x
-    return [] if are_ends(values) else list(values)
+    return [] if are_ends(values) or all(map(_leads_nowhere, values)) else list(values)
 
 def _in_object(x):
     own = getattr(x, '__dict__', None)
@@ -58,13 +58,22 @@ def _all_in(spaces):
 
 # %% ../../nbs/data/56_generator_search.ipynb #3a1c8101
 def _in_function(f):
-    if package_of(f) in KNOWN: return _in_others(f)
+    if _is_known(f.__globals__.get('__name__')): return _in_others(f)
     names,_,imports = names_in(f.__code__)
-    named = list(map(f.__globals__.get, names))
-    if imports or any(map(is_users_module, named)): return _in_others(f)
-    cells = [cell.cell_contents for cell in f.__closure__ or () if is_filled(cell)]
-    defaults = *(f.__defaults__ or ()),*(f.__kwdefaults__ or {}).values()
-    return [*named, *cells, *defaults, *vars(f).values()]
+    held = list(map(f.__globals__.get, names))
+    modules = compress(held, map(_is_module, map(type, held)))
+    if imports or any(map(is_users_module, modules)): return _in_others(f)
+    if f.__closure__: held += [cell.cell_contents for cell in f.__closure__ if is_filled(cell)]
+    if f.__defaults__: held += f.__defaults__
+    if f.__kwdefaults__: held += f.__kwdefaults__.values()
+    held += vars(f).values()
+    return held
+
+@lru_cache(maxsize=4096)
+def _is_module(kind): return issubclass(kind, ModuleType)
+
+@lru_cache(maxsize=4096)
+def _is_known(module): return str(module).partition('.')[0] in KNOWN
 
 # %% ../../nbs/data/56_generator_search.ipynb #026f8819
 _DRESSED = property,staticmethod,classmethod # In a class, around functions

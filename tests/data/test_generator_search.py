@@ -71,6 +71,17 @@ class Added(Attribute):
         self.held["rng"] = rng
 
 
+class AddedDeep(Added):
+    "A container in one of containers, which leads nowhere at first"
+
+    def __init__(self):
+        self.outer = {"seen": [[], {}], "held": {"n": 1}}
+
+    @property
+    def held(self):
+        return self.outer["held"]
+
+
 class AddedAnew(Added):
     "The container is another one each time"
 
@@ -267,7 +278,7 @@ WAYS = [
     Keyword,
     OfAnotherClass,
 ]
-WAYS += [OfFunction, Partial, Dressed, NewDict]
+WAYS += [OfFunction, Partial, Dressed, NewDict, AddedDeep]
 
 
 class NoiseCB:
@@ -389,9 +400,25 @@ class CountCB:
         self.tensor = trainer.loss.detach()
 
 
+class StoreCB:
+    "Empties a dict of lists and fills it again, as functions of `EvaluatorCB` do with theirs"
+
+    def before_fit(self, trainer):
+        self.store = {}
+
+    def after_batch(self, trainer):
+        if trainer.batch_num % 2:
+            self.store.clear()
+
+    def after_get_loss(self, trainer):
+        self.store.setdefault("losses", []).append(trainer.loss.detach())
+        self.store.setdefault("names", {})["last"] = ["a", 1]
+
+
 def test_what_counts_needs_no_new_search(monkeypatch):
     assert searches(monkeypatch) <= 3  # One, and one where the generator is another
     assert searches(monkeypatch, CountCB()) <= 4
+    assert searches(monkeypatch, StoreCB()) <= 4
 
 
 @pytest.mark.parametrize("way", [Attribute, Nested, Closure, Default, OfAnotherClass])
