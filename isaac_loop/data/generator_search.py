@@ -34,6 +34,14 @@ def _asker_of(kind):
     if not is_told_by_attributes(kind): return _in_others
     return _in_module if issubclass(kind, nn.Module) else _in_object
 
+def _leads_nowhere(x, depth=2):
+    "Whether `x` leads to nothing; small containers are looked into, and those in them"
+    kind = type(x)
+    if kind not in (list, dict) or len(x) > ENTRIES:
+        return is_end(kind) or (kind in HELD and not entries_of(x))
+    values = x.values() if kind is dict else x
+    return not x or are_ends(values) or (depth > 0 and all(_leads_nowhere(o, depth-1) for o in values))
+
 def _in_others(x): return [o for _,o in ways_from(x)]
 
 def _in_container(x):
@@ -77,12 +85,6 @@ def _is_known(module): return str(module).partition('.')[0] in KNOWN
 
 # %% ../../nbs/data/56_generator_search.ipynb #026f8819
 _DRESSED = property,staticmethod,classmethod # In a class, around functions
-
-def _leads_nowhere(x):
-    kind = type(x)
-    is_small = kind in (list, dict) and len(x) <= ENTRIES
-    if is_small: return not x or are_ends(x.values() if kind is dict else x)
-    return is_end(kind) or (kind in HELD and not entries_of(x))
 
 def _taking(places):
     "A function that takes these places out of a list"
