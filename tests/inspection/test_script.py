@@ -18,6 +18,7 @@ from collections import OrderedDict, UserDict, defaultdict
 from contextlib import redirect_stdout, suppress
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -2523,3 +2524,58 @@ def test_a_loader_is_exchanged_between_passes_or_not_at_all(monkeypatch):
     assert "nonlocal lr, train_dl" in str(script)
     with pytest.raises(ValueError, match="it sets `trainer.dls.train` where a pass may be under way"):
         make_trainer([BasicTrainCB(), ExchangesTooLate()]).to_script()
+
+
+# Weights of losses that are tensors
+
+
+def tokens(batch):
+    return (batch[1] != 1).sum()
+
+
+def of_one_entry(batch):
+    return (batch[1] != 1).float().sum(0, keepdim=True) / 3
+
+
+def of_numpy(batch):
+    return (batch[1] != 1).numpy().sum() / np.float32(3)
+
+
+class Total:
+    "Gives the same tensor each time, which it writes to"
+
+    def __init__(self):
+        self.n = torch.zeros(())
+
+    def __call__(self, batch):
+        self.n += batch[1].sum() / 3
+        return self.n
+
+
+def summed_loss(preds, targets):
+    return F.cross_entropy(preds, targets, reduction="sum")
+
+
+class RateOfLossCB:
+    "Lets the rate follow the loss, which has to be a number of Python"
+
+    def log(self, trainer):
+        for group in trainer.opt.param_groups:
+            group["lr"] = 0.01 * round(trainer.history.latest("train_loss"), 6)
+
+
+@pytest.mark.parametrize("weigh", [lambda: tokens, lambda: of_one_entry, lambda: of_numpy, Total])
+@pytest.mark.parametrize("loss_func", [F.cross_entropy, summed_loss])
+def test_losses_weighed_by_tensors_are_the_same_numbers_in_the_script(weigh, loss_func, monkeypatch):
+    def make():
+        trainer = make_trainer([BasicTrainCB(), MetricsCB(weigh=weigh(), show=False), RateOfLossCB()])
+        trainer.loss_func = loss_func
+        return trainer
+
+    both(make, monkeypatch)
+
+
+def test_a_row_of_the_script_has_numbers_of_python_where_losses_are_weighed_by_tensors():
+    trainer = make_trainer([BasicTrainCB(), MetricsCB(weigh=tokens, show=False)])
+    rows = run(trainer.to_script(), trainer, 1, 0.02)
+    assert {type(rows[-1][name]) for name in ("train_loss", "valid_loss")} == {float}

@@ -26,6 +26,13 @@ def mean_loss(losses):
     return sum(float(loss) * size for loss, size in losses if size) / n if n else math.nan
 '''
 _SUM_LOSS = _MEAN_LOSS.replace('float(loss) * size', 'float(loss)')
+_READ_FIRST = '''    losses = [(loss, float(size)) for loss, size in losses]
+    n = '''
+_KEPT = '''
+def kept(size):
+    "What a loss weighs: a number, or a tensor of its own that is read at the end of the pass"
+    return size.detach().clone() if torch.is_tensor(size) else size
+'''
 _VALUES = '''
 def as_columns(name, value):
     "What a metric has computed, by column: one, or one for each entry of a dict"
@@ -194,14 +201,16 @@ class Metrics(Lines):
         if self.cb.weigh == 'mean': return '1'
         if not callable(self.cb.weigh): return self.w.rows()
         self.w.note('batch', self.w.training)
-        return f'{self.w.function(self.cb.weigh, "weigh")}(batch)'
+        self.torch()
+        return f'{self.w.definition("kept", _KEPT)}({self.w.function(self.cb.weigh, "weigh")}(batch))'
 
     def cleanup_epoch(self):
         w = self.w
         self.needs('math')
         column,losses = 'train_loss' if w.training else 'valid_loss',self.name('losses')
-        summed = are_sums(w.trainer.loss_func, self.cb.weigh)
-        f = w.definition('mean_loss', _SUM_LOSS if summed else _MEAN_LOSS)
+        mean = _SUM_LOSS if are_sums(w.trainer.loss_func, self.cb.weigh) else _MEAN_LOSS
+        if callable(self.cb.weigh): mean = mean.replace('    n = ', _READ_FIRST)
+        f = w.definition('mean_loss', mean)
         measured = [self._column(name, m) for name,m in self._of(w.training).items()]
         text = f"row['{column}'] = {f}({losses})\n" + ''.join(measured)
         self.written(column, 'elapsed')
