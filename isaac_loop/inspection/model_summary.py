@@ -15,9 +15,11 @@ from torch import nn
 from ..models.hooks import Hooks, find_modules, probing
 from ..basics.tables import Table
 from ..basics.tensors import SEQUENCES, n_examples, to_device
+from ..loop.events import handler_of
 from ..loop.passes import parts_of, rows_of
 from ..loop.trainer import Trainer
 from ..data.generators import held_generators
+from ..state.kept_attributes import attributes_kept
 from ..state.snapshot import Snapshot
 
 # %% ../../nbs/inspection/20_model_summary.ipynb #be744f5c
@@ -90,12 +92,13 @@ def _works_itself(module): return not list(module.children()) or list(module.par
 _LAZY = ('`{name}` has lazy layers, whose parameters do not exist before the first batch. '
          'Run one batch through the model, and summarise it then.')
 
-def _rows_of(model, run):
+def _rows_of(model, run, trainer=None, callbacks=()):
     "All rows, and the operations of the whole run"
     if any(map(torch.nn.parameter.is_lazy, model.parameters())):
         raise ValueError(_LAZY.format(name=type(model).__name__))
-    drawn = SimpleNamespace(generators=held_generators([model]))
-    with _counting() as counter, probing(model), Snapshot(drawn):
+    lent = SimpleNamespace(generators=held_generators([model]), callbacks=callbacks)
+    kept = attributes_kept(trainer or SimpleNamespace(model=model, loss_func=None))
+    with _counting() as counter, kept, probing(model), Snapshot(lent):
         rows = _Rows(model, counter)
         starts = [o.register_forward_pre_hook(rows.start) for o in rows.layers.values()]
         try:
@@ -146,7 +149,8 @@ def _of_trainer(self:Trainer,
     device = next((p.device for p in self.model.parameters()), None)
     batch = batch if device is None else to_device(batch, device)
     n = rows_of(batch, *parts_of(self.split, batch))
-    return _table(*_rows_of(self.model, lambda: _predict(self, batch)), n)
+    predicting = [cb for cb in self.callbacks if handler_of(cb, 'predict') is not None]
+    return _table(*_rows_of(self.model, lambda: _predict(self, batch), self, predicting), n)
 
 _of_trainer.__name__,_of_trainer.__qualname__ = 'summarize_model','Trainer.summarize_model'
 Trainer.summarize_model = _of_trainer # `@patch` would take the name away from the function above

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..basics.tensors import OF_MODULES
+
 # %% ../../nbs/models/30_hooks.ipynb #5198bde3
 class _Messenger:
     "What PyTorch calls; it passes the call on while the hook exists"
@@ -136,10 +138,11 @@ def probing(
     model:nn.Module, # Will run inside the block
     training:bool=False, # In which mode; None keeps the mode of each module
 ):
-    "Run `model` without gradients, and put back modes, buffers and random states in the end"
+    "Run `model` without gradients, and put back modes, buffers, attributes and random states in the end"
     modules,python = list(model.modules()),random.getstate()
     modes = [o.training for o in modules]
     buffers = [(module, dict(module._buffers), _copies(module._buffers)) for module in modules]
+    attributes = [(module, _attributes_of(module), _made_of(module)) for module in modules]
     numpy = sys.modules['numpy'].random.get_state() if 'numpy' in sys.modules else None
     try:
         if training is not None: model.train(training)
@@ -147,6 +150,7 @@ def probing(
     finally:
         for module,mode in zip(modules, modes): module.training = mode
         for saved in buffers: _put_back(*saved)
+        for saved in attributes: _put_attributes_back(*saved)
         random.setstate(python)
         if numpy is not None: sys.modules['numpy'].random.set_state(numpy)
 
@@ -164,6 +168,18 @@ def _put_back(module, objects, values):
     module._buffers.update(objects)
     with torch.no_grad():
         for name,value in values.items(): objects[name].copy_(value)
+
+def _attributes_of(module):
+    "What stands in a module beside what every one has"
+    return {name: value for name,value in vars(module).items() if name not in OF_MODULES}
+
+def _made_of(module): return type(module),list(module._parameters.keys()),list(module._modules.keys())
+
+def _put_attributes_back(module, attributes, made_of):
+    "The same attributes, unless the module has built itself meanwhile"
+    if _made_of(module) != made_of: return
+    for name in _attributes_of(module).keys() - attributes.keys(): del vars(module)[name]
+    vars(module).update(attributes)
 
 # %% ../../nbs/models/30_hooks.ipynb #88466b65
 _NO_PARAMETERS = ('The modules that `module_filter` accepts have no parameters of their own, so they have '

@@ -537,6 +537,35 @@ def test_probing_puts_everything_back(training, error):
     )
 
 
+@pytest.mark.parametrize("training", [True, False, None])
+def test_probing_leaves_attributes_that_a_forward_sets_unless_it_builds_layers(training):
+    class Carry(nn.Module):
+        h, n = None, 0
+
+        def forward(self, x):
+            self.h, self.n = x, self.n + 1
+            return x
+
+    class Built(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.size = None, None
+
+        def forward(self, x):
+            if self.layer is None:
+                self.layer, self.size = nn.Linear(3, 2), 2
+            return self.layer(x)
+
+    carry, built = Carry(), Built()
+    carry.n = 4
+    model = nn.Sequential(carry, built, nn.LazyLinear(2))
+    with probing(model, training):
+        model(torch.randn(4, 3))
+    assert carry.n == 4 and carry.h is None and "h" not in vars(carry)
+    assert built.layer.out_features == built.size == 2 and model[2].in_features == 2
+    assert model(torch.randn(4, 3)).shape == (4, 2)
+
+
 def test_pictures_of_many_layers_are_no_taller_than_a_page():
     "Forty-three layers coloured by depth; of two hundred an even choice, and the figure says so"
     layers = [m for _ in range(60) for m in (nn.Linear(4, 4), nn.ReLU())]

@@ -131,6 +131,57 @@ def test_a_summary_before_training_does_not_change_the_training(generator):
     assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
 
 
+class Carry(nn.Module):
+    "Its state goes on from batch to batch, in an attribute, in a list and in a tensor that is written to"
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out, self.h = nn.GRU(6, 8, batch_first=True), nn.Linear(8, 1), None
+        self.sizes, self.total = [], torch.zeros(())
+
+    def forward(self, x):
+        x, h = self.rnn(x, self.h)
+        self.h = h.detach()
+        self.sizes.append(len(x))
+        self.total += 1
+        return self.out(x) * (1 + 0.1 * self.total) / len(self.sizes)
+
+
+class CarryCB(BasicTrainCB):
+    "A callback that keeps the state"
+
+    h = None
+
+    def predict(self, trainer):
+        x, h = trainer.model.rnn(trainer.batch[0], self.h)
+        self.h = h.detach()
+        trainer.preds = trainer.model.out(x)
+
+
+@pytest.mark.parametrize("make_cb", [BasicTrainCB, CarryCB])
+def test_a_summary_leaves_what_the_model_or_a_callback_keeps_from_batch_to_batch(make_cb):
+    ends = []
+    for summary in (lambda trainer: None, Trainer.summarize_model):
+        set_seed(0)
+        batches = [(torch.randn(5, 3, 6), torch.randn(5, 3, 1)) for _ in range(4)]
+        trainer = Trainer(DataLoaders(batches), F.mse_loss, optim.SGD, Carry(), [make_cb()])
+        for _ in range(2):
+            summary(trainer)
+            trainer.fit(1, lr=0.1, valid=False)
+        ends.append(trainer.model.out.weight)
+    assert torch.equal(*ends)
+
+
+def test_a_summary_of_a_model_alone_leaves_its_attributes():
+    model, x = Carry(), torch.randn(5, 3, 6)
+    summarize_model(model, x)
+    assert model.h is None and model.sizes == [] and model.total == 0
+    model(x)
+    h = model.h
+    summarize_model(model, x)
+    assert model.h is h and model.sizes == [5] and model.total == 1
+
+
 @pytest.mark.shows("MIN-08")
 def test_what_cannot_be_summarised_says_why():
     with pytest.raises(ValueError, match="lazy layers"):

@@ -206,6 +206,22 @@ def test_only_the_layer_is_changed():
 
 
 @pytest.mark.shows("ISA-103")
+def test_a_state_that_the_model_keeps_is_not_moved_by_measuring():
+    class Carry(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.h = nn.Linear(8, 8), 0.0
+
+        def forward(self, x):
+            self.h = (self.layer(x) + self.h).detach()
+            return self.h
+
+    model = Carry()
+    lsuv_init(model, model.layer, torch.randn(64, 8), model)
+    assert model.h == 0.0
+
+
+@pytest.mark.shows("ISA-103")
 def test_a_layer_without_bias_keeps_its_mean():
     model = nn.Linear(8, 64, bias=False)
     stats = lsuv_init(model, model, torch.randn(64, 8) + 3, target_std=2)
