@@ -9,7 +9,8 @@ __all__ = ['DeviceCB']
 import torch
 from torch import nn
 
-from ..loop.events import Order
+from ..loop.events import Order, callback_name
+from ..loop.shared_attributes import offering
 from ..basics.settings import show_settings
 from ..basics.tensors import default_device, map_tensors, to_device
 from ..data.in_memory import HeldRows
@@ -34,6 +35,15 @@ def _check_device(device):
         why = str(e).splitlines()[0].rstrip('.')
         raise RuntimeError(_NOT_HERE.format(device=device, why=why, usable=default_device())) from None
 
+_NOTHING = ("`DeviceCB` was told to use 'meta', which holds shapes and no numbers: the model would lose its "
+            "weights, nothing would be trained, and `{name}` would have no numbers to read. Here '{usable}' "
+            "works; pass that, or no device at all. To see shapes alone, leave `{name}` out.")
+
+def _check_read(device, trainer):
+    "Refuse `meta` where somebody reads numbers"
+    reading = offering(trainer, 'columns') if device.type == 'meta' else []
+    if reading: raise RuntimeError(_NOTHING.format(name=callback_name(reading[0]), usable=default_device()))
+
 # %% ../../nbs/device/10_device.ipynb #998d7fff
 def place_state(opt):
     "Move the state of each parameter to where the parameter is, and its counter to where it is looked for"
@@ -53,6 +63,25 @@ def _place_of_counter(group, p): # None: wherever it is
     settings = [group[o] for o in ('fused', 'capturable') if o in group]
     if settings: return p.device if any(settings) else 'cpu'
 
+# %% ../../nbs/device/10_device.ipynb #3d58a19f
+_EMPTY = ("`{name}` was made on the device `meta`, which holds shapes and no numbers (`{tensor}` is the "
+          "first of {n} such tensors), so there is nothing to move to '{device}'. Do "
+          "`{name}.to_empty(device='{device}')` before the trainer is made, and then give it numbers: by "
+          "`load_state_dict`, or by `reset_parameters` of each of its layers.")
+
+def _move(name, module, device):
+    "Move a module, or say that it has no numbers yet"
+    try: module.to(device)
+    except NotImplementedError:
+        empty = _empty_in(module) if isinstance(module, nn.Module) else []
+        if not empty: raise
+        told = _EMPTY.format(name=name, tensor=empty[0], n=len(empty), device=device)
+        raise RuntimeError(told) from None
+
+def _empty_in(module):
+    "Names of the tensors without numbers"
+    return [name for name,x in [*module.named_parameters(), *module.named_buffers()] if x.is_meta]
+
 # %% ../../nbs/device/10_device.ipynb #45721eb0
 class DeviceCB:
     "Move model, loss, optimizer state and every batch to a device"
@@ -68,9 +97,10 @@ class DeviceCB:
         "Move model, loss and optimizer state"
         device = self._device = self._chosen()
         _check_device(device)
-        if hasattr(trainer.model, 'to'): trainer.model.to(device)
-        for held in vars(trainer).values():
-            if isinstance(held, nn.Module): held.to(device) # Model and loss are among them
+        _check_read(device, trainer)
+        modules = {name: held for name,held in vars(trainer).items() if isinstance(held, nn.Module)}
+        if hasattr(trainer.model, 'to'): modules['model'] = trainer.model # Which may be no `nn.Module`
+        for name,module in modules.items(): _move(name, module, device) # The loss is among them
         for held in vars(trainer).values():
             if hasattr(held, 'param_groups'): place_state(held)
         for dl in (getattr(trainer.dls, name, None) for name in ('train', 'valid')):

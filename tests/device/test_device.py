@@ -207,6 +207,40 @@ def test_one_object_serves_two_trainers_and_two_fits():
             assert trainer.preds.is_meta
 
 
+@pytest.mark.parametrize(
+    "make_cbs",
+    [
+        lambda: [BasicTrainCB(), MetricsCB(), DeviceCB("meta")],
+        lambda: library.CoreCBs("meta", progress=False),
+        lambda: library.CoreCBs(lambda: torch.device("meta"), progress=False),
+    ],
+)
+def test_where_losses_are_read_a_device_without_numbers_is_refused_before_weights_are_lost(make_cbs):
+    trainer = make_trainer(make_cbs())
+    weight = trainer.model.weight.tolist()
+    with pytest.raises(RuntimeError, match="`MetricsCB` would have no numbers to read"):
+        trainer.fit(1)
+    assert trainer.model.weight.tolist() == weight and trainer.n_updates == 0
+
+
+def test_a_model_that_was_made_without_numbers_says_so_with_the_cure():
+    trainer = make_trainer([BasicTrainCB(), DeviceCB("cpu")], model=nn.Linear(3, 1, device="meta"))
+    with pytest.raises(RuntimeError, match=r"`weight` is the first of 2 .*`model\.to_empty\(device='cpu'\)`"):
+        trainer.fit(1)
+    trainer.model.to_empty(device="cpu").reset_parameters()
+    trainer.fit(1)
+    assert trainer.n_updates == 3
+
+
+def test_a_second_network_without_numbers_is_called_by_its_name():
+    trainer = make_trainer([BasicTrainCB(), DeviceCB("cpu")])
+    trainer.teacher = nn.BatchNorm1d(3, affine=False, device="meta")
+    with pytest.raises(
+        RuntimeError, match="`teacher` was made on the device `meta`.*`running_mean` is the first"
+    ):
+        trainer.fit(1)
+
+
 @pytest.mark.parametrize("device", ["meta", torch.device("meta")])
 def test_a_device_may_be_a_name_or_an_object(device):
     assert DeviceCB(device).device == torch.device("meta")
