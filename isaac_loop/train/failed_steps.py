@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/train/08_failed_steps.ipynb #8c1943a1
 import re
 from collections.abc import Mapping
+from numbers import Number
 
 import torch
 
@@ -32,6 +33,8 @@ _N_INP = ('How many entries of the batch are inputs is said by `n_inp`, as in `D
           'n_inp=2)`; which they are, by `split`.')
 _PARTS = 'Of this batch the model got {inputs}, and the loss function {targets}.'
 _GOT = 'The loss function got {preds} from the model, and {targets} from the batch.'
+_NO_TENSORS = ('Models and loss functions work with tensors. Make tensors of these {kinds}, by '
+               '`torch.as_tensor(x)` in the data set or the `collate_fn`.')
 
 def _parts(trainer, event):
     "Which part of the batch went where, unless it is one tensor to each; for `get_loss` the predictions, too"
@@ -42,10 +45,31 @@ def _parts(trainer, event):
         named = isinstance(trainer.batch, Mapping)
         inputs,targets = (', '.join(map(_described, part)) or 'nothing' for part in parts)
         counted = event == 'get_loss' and len(parts[1]) == 1 and not named # Then all went where it should
-        if counted: yield _GOT.format(preds=_described(getattr(trainer, 'preds', None)), targets=targets)
-        elif named or not plain: yield f'{_PARTS.format(inputs=inputs, targets=targets)} {_N_INP}'
+        cure = _no_tensors(parts[0] if event == 'predict' else parts[1])
+        if counted:
+            got = _GOT.format(preds=_described(getattr(trainer, 'preds', None)), targets=targets)
+            yield f'{got} {cure}'.rstrip()
+        elif named or not plain: yield f'{_PARTS.format(inputs=inputs, targets=targets)} {cure or _N_INP}'
 
-def _described(x): return f'a tensor {tuple(x.shape)}' if torch.is_tensor(x) else f'a {type(x).__name__}'
+def _described(x):
+    if torch.is_tensor(x): return f'a tensor {tuple(x.shape)}'
+    return f'an array {tuple(x.shape)}' if _is_array(x) else f'a {type(x).__name__}'
+
+def _is_array(x): return hasattr(x, '__array__') and hasattr(x, 'shape') and not torch.is_tensor(x)
+
+def _no_tensors(entries):
+    "What to do about arrays and lists of numbers, if there are any"
+    kinds = dict.fromkeys(filter(None, map(_kind_of_numbers, entries)))
+    if any(map(torch.is_tensor, entries)): kinds.pop('lists', None) # Such as lengths of its rows
+    return _NO_TENSORS.format(kinds=' and '.join(kinds)) if kinds else ''
+
+def _kind_of_numbers(x):
+    "What holds numbers and is no tensor; None of anything else"
+    if isinstance(x, list):
+        is_of_numbers = x and (isinstance(x[0], Number) or _kind_of_numbers(x[0]))
+        return 'lists' if is_of_numbers else None
+    kind = getattr(getattr(x, 'dtype', None), 'kind', 'f') # A table has several
+    return 'arrays' if _is_array(x) and kind in 'biufc' else None
 
 # %% ../../nbs/train/08_failed_steps.ipynb #f001d755
 _BARE = ('`{trainer}.split` gave a {kind} as {part}, and the loop unpacks a tuple. Let it return two tuples, '

@@ -12,6 +12,7 @@ from itertools import count
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -262,6 +263,39 @@ def test_a_step_that_fails_says_which_part_of_an_odd_batch_went_where(batch, inp
         trainer.fit(1, valid=False)
     told = f"Of this batch the model got {inputs}, and the loss function {targets}."
     assert sum(o.startswith(told) and "`n_inp`" in o for o in caught.value.__notes__) == 1
+
+
+XS, YS = np.ones((4, 3), dtype=np.float32), np.ones((4, 1), dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ((XS, YS), r"the model got an array \(4, 3\).*Make tensors of these arrays"),
+        ((XS.tolist(), YS.tolist()), "Make tensors of these lists"),
+        (([*XS], torch.ones(4, 1)), "Make tensors of these lists"),
+        ((torch.ones(4, 3), YS), r"and an array \(4, 1\) from the batch.*Make tensors of these arrays"),
+        ((torch.ones(4, 3), YS.tolist()), "Make tensors of these lists"),
+        (dict(x=XS, y=torch.ones(4, 1)), "Make tensors of these arrays"),
+    ],
+    ids=["arrays", "lists", "list of arrays", "array for the loss", "list for the loss", "mapping"],
+)
+def test_numbers_that_are_no_tensors_are_to_become_some(batch, told):
+    trainer = make_trainer([batch], BasicTrainCB())
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        trainer.fit(1, valid=False)
+    assert sum(bool(re.search(told, o)) for o in caught.value.__notes__) == 1
+    assert not any("`n_inp`" in o for o in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "batch", [(["a", "b"], YS), ([torch.ones(2)], torch.ones(1)), (torch.ones(4, 2), YS, YS)]
+)
+def test_what_cannot_be_the_fault_of_arrays_is_not_put_on_them(batch):
+    trainer = make_trainer([batch], BasicTrainCB())
+    with pytest.raises((TypeError, AttributeError, RuntimeError)) as caught:
+        trainer.fit(1, valid=False)
+    assert not any("Make tensors" in o for o in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(
