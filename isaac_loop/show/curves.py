@@ -29,6 +29,36 @@ _ONE_FIT = ('`fit` is {!r}, and it takes the number of one fit, as column `fit` 
 _NO_LOSSES = ('The rows have no losses and no metrics, only {}, so there is nothing to plot. '
               'Add a callback that records, such as `MetricsCB`.')
 
+_NO_LIST = ('`rows` is of class `{kind}`{entries}, and curves are drawn from a `History`, or from a list of '
+            'dicts, one for each epoch. {cure}')
+_HISTORY = 'Pass its history: `plot_history(trainer.history)`, or call `trainer.history.plot()`.'
+_TABLE = "Pass its rows: `plot_history(table.to_dict('records'))`."
+_ONE_ROW = 'Put one row alone into a list: `plot_history([row])`.'
+_FIRST_ONE = ('Of several histories draw one after the other: `axes = plot_history(a)`, and then '
+              '`plot_history(b, axes=axes)`.')
+_READ_IT = ("Pass `trainer.history`; of a file read the rows first, as by "
+            "`pandas.read_csv(path).to_dict('records')`.")
+
+def _listed(rows):
+    "Rows as a list, or an error that says how to get one"
+    is_table = hasattr(rows, 'to_dict') or hasattr(rows, 'items')
+    try: found = None if is_table else list(rows)
+    except TypeError: found = None
+    others = [o for o in found or () if not _is_row(o)]
+    if found is not None and not others: return found
+    entries = f' with `{type(others[0]).__name__}` in it' if others else ''
+    raise TypeError(_NO_LIST.format(kind=type(rows).__name__, entries=entries, cure=_cure_of(rows, found)))
+
+def _is_row(x): return hasattr(x, 'items') and hasattr(x, 'get')
+
+def _cure_of(rows, entries):
+    "How to get rows from what was given"
+    if isinstance(getattr(rows, 'history', None), History): return _HISTORY
+    if hasattr(rows, 'to_dict'): return _TABLE
+    if hasattr(rows, 'items'): return _ONE_ROW
+    are_histories = entries and all(isinstance(o, (History, list)) for o in entries)
+    return _FIRST_ONE if are_histories else _READ_IT
+
 def _of_fit(rows, fit):
     "The rows of one fit, or all"
     if fit is not None and not _is_number(fit): raise TypeError(_ONE_FIT.format(fit))
@@ -114,7 +144,7 @@ def plot_history(
     label:str='', # Put before each name in the legend, to tell several histories apart
 ): # Array of axes: losses, if there are any, then metrics, those of another scale on their own
     "Draw losses and metrics over the epochs"
-    rows = _of_fit(rows, fit)
+    rows = _of_fit(_listed(rows), fit)
     names = _chosen(rows, names)
     panels = _grouped(rows, names) if axes is None else _placed(axes, names)
     if axes is None: axes = quiet(_new_axes(len(panels)))
@@ -145,6 +175,7 @@ def history_figure(
 ): # A matplotlib figure; None if there is nothing to draw
     "One panel for each column, with its lowest and highest value"
     from matplotlib.figure import Figure
+    rows = _listed(rows)
     known = list(dict.fromkeys(k for row in rows for k,v in row.items() if _is_number(v)))
     if names is None: names = [name for name in known if name not in _NOT_DRAWN]
     if isinstance(names, str): names = [names]

@@ -14,6 +14,7 @@ from itertools import pairwise
 import matplotlib.figure
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ from isaac_loop.device.device import DeviceCB
 from isaac_loop.show.live_plot import LivePlotCB
 from isaac_loop.metrics.metrics import MetricsCB
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
-from isaac_loop.show.curves import plot_history, smoothed
+from isaac_loop.show.curves import history_figure, plot_history, smoothed
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.loop import numbers_on_device
 from isaac_loop.loop.events import CancelBatchException, CancelFitException, Order
@@ -156,6 +157,25 @@ def test_an_empty_history_and_one_without_numbers_are_clear_errors():
         plot_history([dict(fit=0, epoch=0, elapsed=1.0)])
     with pytest.raises(ValueError, match="no batches yet"):
         History().plot_batches()
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda trainer: trainer, r"class `Trainer`.*`plot_history\(trainer.history\)`"),
+        (lambda trainer: trainer.history[-1], r"class `dict`.*`plot_history\(\[row\]\)`"),
+        (lambda trainer: [trainer.history] * 2, "class `list` with `History`.*`axes = plot_history"),
+        (lambda trainer: pd.DataFrame(trainer.history), r"class `DataFrame`.*to_dict\('records'\)"),
+        (lambda trainer: "log.csv", "class `str`.*read the rows first"),
+        (lambda trainer: None, "class `NoneType`.*Pass `trainer.history`"),
+        (lambda trainer: [None], "class `list` with `NoneType` in it"),
+    ],
+    ids=["trainer", "row", "histories", "table", "path", "nothing", "no rows"],
+)
+@pytest.mark.parametrize("plot", [plot_history, history_figure])
+def test_what_is_no_list_of_rows_says_how_to_get_one(plot, make, told):
+    with pytest.raises(TypeError, match=told):
+        plot(make(trained()))
 
 
 def test_rows_without_a_value_leave_a_gap_and_lists_are_not_drawn():
