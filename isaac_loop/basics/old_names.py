@@ -187,6 +187,8 @@ ATTRIBUTES = {
     'DataLoaders': {'from_dd': '`DataLoaders.from_dataset_dict`', 'train_ds': '`dls.train.dataset`',
                     'valid_ds': '`dls.valid.dataset`', 'one_batch': '`next(iter(dls.train))`',
                     'bs': '`dls.train.batch_size`', 'loaders': '`dls.train` and `dls.valid`'},
+    'History': dict.fromkeys(('to_df', 'df', 'frame', 'dataframe', 'to_pandas'),
+                             'a table of pandas: `pd.DataFrame(trainer.history)`'),
 }
 
 # %% ../../nbs/basics/12_old_names.ipynb #667d100f

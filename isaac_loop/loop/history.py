@@ -14,6 +14,7 @@ import torch
 from fastcore.basics import patch
 
 from ..basics.checks import did_you_mean, check_choice
+from ..basics.old_names import ATTRIBUTES, called_here
 from ..basics.tables import Table, reading_order
 from .batch_record import BatchRecord, as_tensor
 from .methods_on_demand import bring_later
@@ -92,8 +93,10 @@ class History(Sequence):
     def _repr_markdown_(self): return self._table()._repr_markdown_() if self.rows else repr(self)
 
     def __getattr__(self, name):
-        known = [] if name.startswith('_') else dir(self)
-        raise AttributeError(f'`{type(self).__name__}` has no attribute `{name}`.{did_you_mean(name, known)}')
+        known = [] if name.startswith('_') else [o for o in dir(self) if not o.startswith('_')]
+        hint = called_here(name, ATTRIBUTES['History']) or did_you_mean(name, known)
+        message = f'`{type(self).__name__}` has no attribute `{name}`.{hint}'
+        raise AttributeError(message, name=None, obj=None) # Without Python's own guess
 
 bring_later(History)
 

@@ -95,6 +95,24 @@ def test_pandas_takes_the_history_as_it_is(fits):
     pd.testing.assert_frame_equal(pd.DataFrame(history), pd.DataFrame(rows))
 
 
+@pytest.mark.parametrize("name", ["to_df", "df", "frame", "dataframe", "to_pandas"])
+def test_a_table_that_is_asked_for_by_another_name_is_that_of_pandas(name):
+    with pytest.raises(AttributeError, match=r"no attribute `.*`pd\.DataFrame\(trainer\.history\)`"):
+        getattr(History(), name)
+
+
+def test_a_name_that_is_not_there_is_answered_with_a_public_one_if_any():
+    history = History()
+    for name, told in (("rowz", "rows"), ("colum", "column")):
+        with pytest.raises(AttributeError, match=f"Did you mean `{told}`"):
+            getattr(history, name)
+    for name in ("to_d", "told", "tellin", "_tol", "nex"):
+        with pytest.raises(AttributeError) as caught:
+            getattr(history, name)
+        assert "`_" not in str(caught.value).removeprefix(f"`History` has no attribute `{name}`")
+        assert caught.value.obj is None, "or else Python would guess beside"
+
+
 def test_the_latest_value_is_never_an_older_epochs():
     "An epoch without validation says None, which no reader can take for news"
     history, _ = record([[[dict(train_loss=2.0, valid_loss=1.5)], [dict(train_loss=1.0)]]])
