@@ -19,6 +19,7 @@ from ..loop.handlers import has_own_batch
 from ..loop.callback_list import is_in
 from ..loop.events import Order, callback_name
 from ..loop.trainer import Trainer
+from ..state.side_runs import check_endless
 from .device_waits import DeviceWaits, place_of_code
 from .time_account import DeviceTimes, TimeAccount
 from .time_report import DATA, LOOP, OTHERS, READY, LoopTimes
@@ -286,6 +287,7 @@ def times(self:Trainer,
     if not (timer is None or isinstance(timer, TimesCB)): raise TypeError(_NO_TIMER.format(timer))
     timer,present = copy.copy(timer or TimesCB()),list(self.callbacks)
     timer.name = '_times' # There may be another one
+    check_endless(self, 'times', timer.name, below)
     with self.snapshot(keep=timer), self.side_run([timer, callbacks], below=below):
         left_out = [callback_name(cb) for cb in present if not is_in(cb, self.callbacks)]
         timer._begin(self, whole=True)

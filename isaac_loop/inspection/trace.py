@@ -25,6 +25,7 @@ from .copies import Copies, EQUAL
 from .described import described
 from .written import kept_by, no_hint, still_has
 from ..loop.trainer import Trainer
+from ..state.side_runs import check_endless
 
 # %% ../../nbs/inspection/18_trace.ipynb #9a6390d6
 def _count(before, after):
@@ -271,6 +272,7 @@ def trace(self:Trainer,
     if not (train or valid): raise ValueError(_NOTHING)
     passes,chosen = passes_of(self),Chosen(batch, {True: train, False: valid})
     chosen.check(self, passes)
+    check_endless(self, 'trace', chosen.name, Order.SAVE)
     lr = vars(self).get('lr', 1e-3) if lr is None else lr
     with self.snapshot(), redirect_stdout(io.StringIO()), self.side_run(below=Order.SAVE):
         tracer = Tracer(self, chosen)

@@ -13,6 +13,7 @@ from ..basics.checks import check_count
 from ..loop.events import CancelFitException, Order
 from ..basics.tensors import map_tensors
 from ..loop.trainer import Trainer
+from ..state.side_runs import check_endless
 
 # %% ../../nbs/tune/20_batch_finder.ipynb #d4a984cd
 def _repeated(x, n):
@@ -59,6 +60,7 @@ def find_batch_size(self:Trainer,
     "Try ever larger batches, in each process, until memory of one runs out, and leave the trainer as it was"
     check_count(start, 'start', 'a batch holds at least one example')
     if max_size < start: raise ValueError(_NOTHING_TO_TRY.format(max_size=max_size, start=start))
+    check_endless(self, 'find_batch_size', _BatchOf.__name__)
     fits,size,why = 0,start,None
     while size <= max_size and why is None:
         why = self._trial(size, callbacks)

@@ -24,6 +24,7 @@ from ..loop.optimizer import scale_rates
 from ..loop.passes import rows_here
 from ..loop.shared_attributes import offered
 from ..loop.trainer import Trainer
+from ..state.side_runs import check_endless
 from ..train.example_losses import reduction_of
 from ..train.optimizer_options import put_option, rates_of
 
@@ -340,6 +341,7 @@ def lr_find(self:Trainer,
     finder = LRFinderCB(lr_mult, max_mult, n_batches, show=False)
     is_rate = is_number(start_lr) and 0 < start_lr < math.inf
     if not is_rate: raise ValueError(_NO_START.format(start_lr=start_lr))
+    check_endless(self, 'lr_find', callback_name(finder))
     finder.n_batches = n_batches or max(2, math.ceil(math.log(100/start_lr, lr_mult)))
     finder._alone,finder.weigh = False,next(iter(offered(self, 'weigh')), None)
     with self.snapshot(keep=finder), self.side_run(callbacks), self.added_callbacks(finder):

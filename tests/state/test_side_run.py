@@ -34,6 +34,7 @@ from isaac_loop.all import (
     DataLoaders,
     DeviceCB,
     EvaluatorCB,
+    LRFinderCB,
     MetricsCB,
     MomentumTrainCB,
     NBatchCB,
@@ -865,6 +866,35 @@ def test_a_callback_that_is_always_part_of_its_own_side_run_is_the_users_mistake
     validate(validate_only)
     trainer.remove_callback("DoCB")
     trainer.fit(1)
+
+
+BEGIN_RUNS = {
+    "lr_find": (lambda trainer: trainer.lr_find(n_batches=2), Order.RECORD),
+    "find_batch_size": (lambda trainer: trainer.find_batch_size(max_size=2), Order.RECORD),
+    "trace": (lambda trainer: trainer.trace(), Order.SAVE),
+    "times": (lambda trainer: trainer.times(), Order.SAVE),
+    "as of check": (lambda trainer: validate(trainer, below=Order.SAVE), Order.SAVE),
+}
+
+
+@pytest.mark.parametrize("name", BEGIN_RUNS)
+@pytest.mark.filterwarnings("ignore:No rate from")
+def test_a_callback_that_is_part_of_the_run_that_it_begins_is_told_the_order_that_keeps_it_out(name):
+    begin, order = BEGIN_RUNS[name]
+    with pytest.raises(RuntimeError, match=f"Give it `order = Order.{order.name}`"):
+        make_trainer([function("before_fit", begin, order=order - 1)]).fit(1)
+    weights = []
+    for callbacks in ([], [function("before_fit", begin, order=order)]):
+        trainer = make_trainer(callbacks)
+        trainer.fit(1)
+        weights.append(trainer.model[0].weight)
+    assert torch.equal(*weights), "the order that it is told helps"
+
+
+def test_a_search_beside_the_finder_of_the_fit_is_not_taken_for_one_within_itself():
+    trainer = make_trainer([function("before_fit", BEGIN_RUNS["lr_find"][0], order=Order.RECORD)])
+    with pytest.raises(ValueError, match="a callback called `LRFinderCB` already"):
+        trainer.fit(1, callbacks=LRFinderCB())
 
 
 # Subclasses
