@@ -14,7 +14,8 @@ from torch import nn
 from ..basics.checks import warn
 from ..basics.tensors import OF_MODULES, map_tensors
 from ..state.change_marks import SIMPLE, Marker, attributes_of, is_outside
-from ..state.changed_values import ANEW, Keeper, Putter, Unkept, is_plain
+from ..state.changed_values import ANEW, Keeper, Unkept, is_plain
+from ..state.put_values import Putter
 from ..state.errors import UnsaveableState
 
 # %% ../../nbs/metrics/08_metric_state.ipynb #8ef5a433

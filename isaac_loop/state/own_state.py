@@ -20,7 +20,8 @@ from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
 from .array_views import part_views
 from .beginnings import Beginnings, put_beginnings
-from .changed_values import ANEW, Keeper, Putter, Unkept, is_plain, value_in
+from .changed_values import ANEW, Keeper, Unkept, is_plain, value_in
+from .put_values import Putter
 from .filled_objects import Knower, is_numeric, is_still
 from .comings import Comings, owed
 from .errors import UnsaveableState

@@ -9,7 +9,8 @@ __all__ = []
 from fastcore.basics import patch
 
 from isaac_loop.state.change_marks import Marker
-from isaac_loop.state.changed_values import Keeper, Putter
+from isaac_loop.state.changed_values import Keeper
+from isaac_loop.state.put_values import Putter
 from isaac_loop.state.own_state import OwnState, _device_of, _exactly
 from isaac_loop.state.settings import is_setting
 from isaac_loop.state.owners import World, readers_of

@@ -10,7 +10,8 @@ import torch
 
 from cutting import cut_once, small_trainer
 from isaac_loop.state.change_marks import Marker
-from isaac_loop.state.changed_values import Keeper, Putter
+from isaac_loop.state.changed_values import Keeper
+from isaac_loop.state.put_values import Putter
 from isaac_loop.state.filled_objects import Knower
 
 
