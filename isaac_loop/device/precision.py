@@ -12,10 +12,11 @@ from torch.amp import GradScaler, autocast
 
 from ..basics.checks import check_number, warn
 from ..basics.settings import show_settings
+from .other_optimizers import gradients_beside, optimizers_beside, place_of_grad
+from .other_optimizers import SCALED, warn_of_replaced
 from ..loop.events import CancelException, CancelStepException, Order, at_order, replaces
 from ..loop.optimizer import check_opt_name, one_optimizer
 from ..train.closures import refuse_closure
-from ..train.optimizer_options import parameters_beside
 
 # %% ../../nbs/device/20_precision.ipynb #5fc9759b
 _ONE_FACTOR = ', and a scaler has one factor for all'
@@ -36,6 +37,7 @@ class MixedPrecisionCB:
         self.init_scale,self.opt = init_scale,check_opt_name(opt)
         self._open,self._loss,self._unscaled = None,None,False # Autocast, the true loss, whether unscaled
         self._tried,self._overflowed = 0,0 # Steps of this pass
+        self._beside = self._unseen = () # Other optimizers of the model; those with no gradient yet
 
     def before_fit(self, trainer):
         "Begin with a new scaler"
@@ -43,11 +45,17 @@ class MixedPrecisionCB:
         self._device = next(iter(parameters), torch.empty(0)).device.type
         scales = self.dtype == torch.float16
         if scales: refuse_closure(trainer, type(self).__name__, _ONE_FACTOR, self.opt)
+        if scales: warn_of_replaced(trainer, self)
         self.scaler = GradScaler(self._device, init_scale=self.init_scale, enabled=scales)
         nothing = torch.zeros((), device=self._device)
         if trainer.ranks.size > 1: self.scaler.scale(nothing) # A process may have no loss to begin with
         self._others,self._scaled = None,() # Parameters of others, and those that get a scaled gradient
         self._unscaled = False
+
+    def cleanup_fit(self, trainer):
+        "Look at no other optimizer any more"
+        for other in self._beside: other.close()
+        self._beside = self._unseen = ()
 
 # %% ../../nbs/device/20_precision.ipynb #dfba8f07
 @patch
@@ -81,28 +89,22 @@ def cleanup_get_loss(self:MixedPrecisionCB, trainer):
     self._exit()
 
 # %% ../../nbs/device/20_precision.ipynb #cf924924
-_SCALED = ('`{path}` has got a gradient through `trainer.loss`, which `MixedPrecisionCB` scales, and '
-           'only the gradients in `trainer.{opt}` are divided by the scale again: an optimizer of its own '
-           'would step much too far. Put it into a group of `trainer.{opt}`, divide its gradient by '
-           "`scaler.get_scale()` of this callback, or use 'bfloat16'.")
-
-def _place_of(grad): return [None, None] if grad is None else [id(grad), grad._version]
-
-def _gradients_beside(cb, trainer):
-    "What gradients the parameters have that no scaler's optimizer holds, by path"
-    if not cb.scaler.is_enabled(): return ()
+@patch
+def _see_others(self:MixedPrecisionCB, trainer):
+    "Note, once in a fit, what else may get scaled gradients"
+    self._others = ()
+    if not self.scaler.is_enabled(): return
     names = {o.opt for o in trainer.callbacks if isinstance(o, MixedPrecisionCB)}
     opts = [getattr(trainer, name, None) for name in names]
-    held = {id(p) for opt in opts for group in getattr(opt, 'param_groups', ()) for p in group['params']}
-    found = parameters_beside(trainer).items()
-    return [(path, p, *_place_of(p.grad)) for path,p in found if id(p) not in held]
+    self._others,self._beside = gradients_beside(trainer, opts),optimizers_beside(trainer, opts, self.opt)
+    self._unseen = self._beside
 
 @patch
 def _warn_of_scaled(self:MixedPrecisionCB):
     "Say once in a fit whose scaled gradient is still there when a step comes"
     there = [path for path,p,grad in self._scaled if grad is not None and p.grad is grad]
     self._scaled = ()
-    if there: warn(_SCALED.format(path=there[0], opt=self.opt))
+    if there: warn(SCALED.format(path=there[0], opt=self.opt))
 
 @patch
 @at_order(Order.LAST+1)
@@ -110,7 +112,8 @@ def before_backward(self:MixedPrecisionCB, trainer):
     "Scale the loss, with all that others have made of it"
     if not self._is_scaled(trainer): self._loss = trainer.loss
     trainer.loss = self.scaler.scale(trainer.loss)
-    if self._others is None: self._others = _gradients_beside(self, trainer)
+    if self._others is None: self._see_others(trainer)
+    for other in self._unseen: other.begin()
 
 @patch
 def _is_scaled(self:MixedPrecisionCB, trainer):
@@ -120,8 +123,9 @@ def _is_scaled(self:MixedPrecisionCB, trainer):
 @patch
 @at_order(Order.FIRST)
 def after_backward(self:MixedPrecisionCB, trainer):
-    "Put the true loss back, before anybody looks at it"
+    "Put the true loss back, before anybody looks at it, and measure what others may step with"
     self._give_back(trainer)
+    if self._unseen: self._unseen = [o for o in self._unseen if not o.note(self.scaler.get_scale())]
 
 @patch
 def _give_back(self:MixedPrecisionCB, trainer):
@@ -134,7 +138,7 @@ def cleanup_backward(self:MixedPrecisionCB, trainer):
     "Put the true loss back also if `backward` was left early, and see whose gradients were scaled"
     self._give_back(trainer)
     if not self._others: return
-    self._scaled = [(path, p, p.grad) for path,p,*before in self._others if _place_of(p.grad) != before]
+    self._scaled = [(path, p, p.grad) for path,p,*before in self._others if place_of_grad(p.grad) != before]
     self._others = ()
 
 @patch

@@ -25,7 +25,7 @@ _FLOAT16 = ("it scales the loss (`dtype='float16'`)",
 class MixedPrecision(Lines):
     "Half precision"
     silent = ('before_epoch', 'cleanup_epoch', 'cleanup_predict', 'cleanup_get_loss', 'before_backward',
-              'after_backward', 'cleanup_backward', 'before_step', 'cleanup_step')
+              'after_backward', 'cleanup_backward', 'before_step', 'cleanup_step', 'cleanup_fit')
     def before_fit(self):
         if str(self.cb.dtype) != 'torch.bfloat16': raise NotWritten(*_FLOAT16)
         return f'{self.name("device_type")} = next(model.parameters()).device.type'

@@ -1,0 +1,177 @@
+"""Another optimizer than the one whose gradients `MixedPrecisionCB` scales (`device/other_optimizers.py`)."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from isaac_loop.device.precision import MixedPrecisionCB
+from isaac_loop.train.accumulation import AccumulationCB
+from isaac_loop.train.training import BasicTrainCB
+from isaac_loop.data.dataloaders import DataLoaders
+from isaac_loop.loop.events import CancelBatchException
+from isaac_loop.loop.spans import with_cbs
+from isaac_loop.loop.trainer import Trainer
+
+
+def batches():
+    g = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=g), torch.randn(8, 1, generator=g)) for _ in range(4)]
+
+
+def two_parts():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+class HeadCB:
+    "The head has an optimizer of its own, which steps at one event"
+
+    def __init__(self, at=None, first=lambda trainer: None):
+        self.first = first
+        if at:
+            setattr(self, at, self.learn)
+
+    def before_fit(self, trainer):
+        trainer.opt = optim.SGD(trainer.model[0].parameters(), lr=0.001)
+        trainer.opt_head = optim.SGD(trainer.model[2].parameters(), lr=0.001)
+
+    def learn(self, trainer):
+        self.first(trainer)
+        trainer.opt_head.step()
+        trainer.opt_head.zero_grad()
+
+
+def divide(trainer):
+    for p in trainer.model[2].parameters():
+        p.grad /= trainer.MixedPrecisionCB.scaler.get_scale()
+
+
+def divide_elsewhere(trainer):
+    for p in trainer.model[2].parameters():
+        p.grad = p.grad / trainer.MixedPrecisionCB.scaler.get_scale()
+
+
+def unscale(trainer):
+    trainer.MixedPrecisionCB.scaler.unscale_(trainer.opt_head)
+
+
+class AheadTrainer(Trainer):
+    "Steps the head itself, before the events of the other step"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward")
+            self.HeadCB.learn(self)
+            self.run_callbacks("step", "zero_grad")
+
+
+def told_in(callback, *others, cls=Trainer, half="float16"):
+    "What is warned of in a fit, and the model afterwards"
+    model, scaler = two_parts(), MixedPrecisionCB(half, init_scale=64.0)
+    callbacks = [BasicTrainCB(), callback, scaler, *others]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cls(DataLoaders(batches()), F.mse_loss, optim.SGD, model, callbacks).fit(2, lr=0.001, valid=False)
+    return [str(o.message) for o in told], model
+
+
+SCALED = "`trainer.model.2.weight` has got a gradient through `trainer.loss`, which `MixedPrecisionCB` scales"
+
+
+@pytest.mark.parametrize("at", ["after_backward", "before_zero_grad", "after_step", "after_batch"])
+def test_a_part_of_the_model_that_would_step_with_scaled_gradients_is_named_once(at):
+    told, _ = told_in(HeadCB(at))
+    assert len(told) == 1 and told[0].startswith(SCALED)
+    assert told_in(HeadCB(at), half="bfloat16")[0] == []
+
+
+@pytest.mark.parametrize("first", [divide, divide_elsewhere, unscale])
+@pytest.mark.parametrize("at", ["after_backward", "after_step"])
+def test_who_divides_them_first_is_left_in_peace(first, at):
+    assert told_in(HeadCB(at, first))[0] == []
+
+
+def test_a_step_in_a_batch_of_ones_own_is_seen_before_it_is_made():
+    assert [o[: len(SCALED)] for o in told_in(HeadCB(), cls=AheadTrainer)[0]] == [SCALED]
+    head = two_parts()[2].weight.detach().clone()
+    model, callbacks = two_parts(), [BasicTrainCB(), HeadCB(), MixedPrecisionCB("float16")]
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="`trainer.model.2.weight` has got"):
+        warnings.simplefilter("error")
+        AheadTrainer(DataLoaders(batches()), F.mse_loss, optim.SGD, model, callbacks).fit(1, valid=False)
+    assert torch.equal(model[2].weight, head)
+
+
+def test_gathered_gradients_are_seen_as_well():
+    assert [o[: len(SCALED)] for o in told_in(HeadCB("after_step"), AccumulationCB(2))[0]] == [SCALED]
+    assert told_in(HeadCB("after_step", divide), AccumulationCB(2))[0] == []
+
+
+def test_an_optimizer_that_does_not_step_is_no_fault():
+    "And none is looked at when the fit is over"
+    told, model = told_in(HeadCB())
+    assert told == []
+    callback = HeadCB("after_step", divide)
+    told_in(callback)
+    opt = optim.SGD(model.parameters(), lr=0.001)
+    trainer = Trainer(
+        DataLoaders(batches()), F.mse_loss, None, model, [BasicTrainCB(), MixedPrecisionCB("float16")]
+    )
+    trainer.opt, trainer.idle = opt, optim.SGD(model[2].parameters(), lr=0.001)
+    trainer.fit(1, valid=False)
+    assert not trainer.idle._optimizer_step_pre_hooks
+
+
+# Steps that are left out
+
+
+class CountsCB:
+    def step(self, trainer):
+        "Its own step, and more"
+        trainer.opt.step()
+        self.n = getattr(self, "n", 0) + 1
+
+
+class PlainCB:
+    def step(self, trainer):
+        "Like that of `BasicTrainCB`"
+        trainer.opt.step()
+
+
+class NamedCB:
+    def step(self, trainer):
+        opt = trainer.opt
+        opt.step()
+
+
+class OwnStep(Trainer):
+    def step(self):
+        self.opt.step()
+        self.n_steps = getattr(self, "n_steps", 0) + 1
+
+
+@pytest.mark.parametrize("callback", [HeadCB("step"), CountsCB()])
+def test_who_does_more_in_a_step_that_is_left_out_is_named(callback):
+    name = type(callback).__name__
+    told, _ = told_in(callback)
+    assert len(told) == 1 and told[0].startswith(f"`{name}.step` does not run")
+    assert told_in(callback, half="bfloat16")[0] == []
+
+
+@pytest.mark.parametrize("callback", [PlainCB(), NamedCB()])
+def test_a_plain_step_that_is_left_out_is_not_missed(callback):
+    assert told_in(callback)[0] == []
+
+
+def test_a_step_of_the_trainer_that_is_left_out_is_named():
+    class Rest:
+        predict, get_loss = BasicTrainCB.predict, BasicTrainCB.get_loss
+        backward, zero_grad = BasicTrainCB.backward, BasicTrainCB.zero_grad
+
+    parts = DataLoaders(batches()), F.mse_loss, optim.SGD, two_parts(), [Rest(), MixedPrecisionCB("float16")]
+    with pytest.warns(UserWarning, match="`OwnStep.step` does not run: with 'float16'"):
+        OwnStep(*parts).fit(1, valid=False)
