@@ -75,7 +75,7 @@ class PlateauSchedulerCB(EpochSchedulerCB):
         opt:str='opt', # Attribute of the trainer that holds the optimizer
         **kwargs, # For `ReduceLROnPlateau`; its `patience` counts values, mostly one for each epoch
     ):
-        check_options(self, kwargs)
+        check_options(PlateauSchedulerCB, kwargs)
         kwargs['mode'] = mode_of(monitor, mode)
         check_curve(kwargs, ('factor', 'threshold'))
         check_curve(kwargs, ('eps',), ('min_lr',), least=0)

@@ -85,13 +85,13 @@ def check_rates(
 _NO_KEYWORD = ('`{cb}` got the keyword `{name}`, which nobody takes, so it would have no effect.{hint} It '
                'takes {listed}.')
 
-def check_options(cb, options):
-    "Raise a `TypeError` for a keyword that the class of `cb` does not take"
-    known = list(inspect.signature(type(cb)).parameters)
+def check_options(kind, options):
+    "Raise a `TypeError` for a keyword that the class `kind` does not take, whatever its subclasses do"
+    known = list(inspect.signature(kind).parameters)
     for name in options:
         if name in known: continue
         listed,hint = ', '.join(f'`{o}`' for o in known),did_you_mean(name, known)
-        raise TypeError(_NO_KEYWORD.format(cb=type(cb).__name__, name=name, hint=hint, listed=listed))
+        raise TypeError(_NO_KEYWORD.format(cb=kind.__name__, name=name, hint=hint, listed=listed))
 
 def check_curve(options, numbers, by_group=(), **limits):
     "Refuse options that are no numbers, or beyond limits; those `by_group` may be lists with one for each"

@@ -30,6 +30,13 @@ def _tops(opt, lr, own):
 
 # %% ../../nbs/schedule/20_schedules.ipynb #11d25061
 _NO_MOMENTUM = '`{opt}` has no momentum. Use `OneCycleSchedulerCB(cycle_momentum=False)`.'
+_NO_SHARE = ('`pct_start` is {share!r}, but it is the share of the run in which the rate rises, and not a '
+             'percentage. Use a number between 0 and 1, such as 0.3.')
+
+def _share(given):
+    "A share as the plain number that torch wants"
+    if is_number(given) and 0 <= given <= 1: return float(given)
+    raise ValueError(_NO_SHARE.format(share=given))
 
 class OneCycleSchedulerCB(BatchSchedulerCB):
     "One cycle of rate and momentum over the whole fit, with the fit's `lr` at its top"
@@ -38,10 +45,10 @@ class OneCycleSchedulerCB(BatchSchedulerCB):
         *, opt:str='opt', # Attribute of the trainer that holds the optimizer
         **kwargs, # For `OneCycleLR`
     ):
-        check_options(self, kwargs)
+        check_options(OneCycleSchedulerCB, kwargs)
         check_flags(**{o: kwargs[o] for o in ('cycle_momentum', 'three_phase') if o in kwargs})
         momenta = ('base_momentum', 'max_momentum') if kwargs.get('cycle_momentum', True) else ()
-        check_curve(kwargs, ('pct_start',))
+        if 'pct_start' in kwargs: kwargs['pct_start'] = _share(kwargs['pct_start'])
         check_curve(kwargs, ('div_factor', 'final_div_factor'), above=0)
         check_curve(kwargs, (), momenta, least=0, below=1)
         try_out(lr_scheduler.OneCycleLR, kwargs, max_lr=1., total_steps=10)

@@ -14,6 +14,7 @@ import warnings
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -470,6 +471,40 @@ def test_a_misspelt_or_impossible_option_is_refused_where_it_is_typed(cls):
         cls(**({"pct_start": 2.0} if cls is OneCycleSchedulerCB else {"factor": 1.0}))
     with pytest.raises(TypeError, match="`total_steps`"):
         OneCycleSchedulerCB(total_steps=10)
+
+
+class MyCycle(OneCycleSchedulerCB):
+    def __init__(self, rise=0.2):
+        super().__init__(pct_start=rise)
+
+
+class MyPlateau(PlateauSchedulerCB):
+    def __init__(self):
+        super().__init__(monitor="train_loss", patience=1)
+
+
+class WithMore(OneCycleSchedulerCB):
+    def __init__(self, **options):
+        super().__init__(pct_start=0.2, **options)
+
+
+@pytest.mark.shows("ISA-77")
+@pytest.mark.parametrize("make", [MyCycle, MyPlateau, lambda: WithMore(div_factor=10.0)])
+def test_a_subclass_may_have_arguments_of_its_own(make):
+    callback = make()
+    make_trainer(callback, MetricsCB(show=False)).fit(1, valid=False)
+    assert callback.options.get("pct_start") == 0.2 or callback.options["patience"] == 1
+    with pytest.raises(TypeError, match="`OneCycleSchedulerCB` got the keyword `div_facter`.*`div_factor`"):
+        WithMore(div_facter=10.0)
+
+
+@pytest.mark.shows("ISA-77")
+def test_the_share_of_a_cycle_in_which_the_rate_rises_may_be_any_number_from_0_to_1():
+    for rise, share in [(np.float32(0.5), 0.5), (torch.tensor(0.25), 0.25), (1, 1.0), (0, 0.0)]:
+        assert rates(OneCycleSchedulerCB(pct_start=rise)) == rates(OneCycleSchedulerCB(pct_start=share))
+    for wrong in (1.5, -0.1, 30, "0.3", None, True, float("nan")):
+        with pytest.raises(ValueError, match=f"`pct_start` is {wrong!r}, but it is the share of the run"):
+            OneCycleSchedulerCB(pct_start=wrong)
 
 
 @pytest.mark.shows("ISA-77", "F041")
