@@ -22,6 +22,7 @@ from .sampling import BatchReader, SeededBatchSampler, WorkerStart, as_it_is, ha
 # %% ../../nbs/data/30_exact_loaders.ipynb #f860a50f
 _TAKEN = ('`{argument}` was given, but here the order comes from `seed`, and could not be found again '
           'otherwise. Leave it out, or use a plain `DataLoader`.')
+_OF_ORDER = 'sampler','batch_sampler','generator'
 _NOT_IN_ORDER = ('`in_order=False` lets the fastest worker come first, so a run could not be repeated. '
                  'Leave it out.')
 
@@ -43,13 +44,14 @@ class ExactLoader(Resumable, DataLoader):
         in_memory:bool=False, # Keep all rows in memory? None: if they are few and plain
         **kwargs, # For `DataLoader`: `pin_memory`, `timeout`, `persistent_workers`, `worker_init_fn`, ...
     ):
-        taken = [name for name in ('sampler', 'batch_sampler', 'generator') if kwargs.get(name) is not None]
+        taken = [name for name in _OF_ORDER if kwargs.get(name) is not None]
         if taken: raise TypeError(_TAKEN.format(argument=taken[0]))
+        options = {name: x for name,x in kwargs.items() if name not in _OF_ORDER} # There they are None
         if not kwargs.get('in_order', True): raise ValueError(_NOT_IN_ORDER)
         order = len(dataset),batch_size,seed,shuffle,drop_last
         sampler = SeededBatchSampler(*order, rank, world_size, whole)
         super().__init__(dataset, batch_size, drop_last=drop_last, num_workers=num_workers,
-                         collate_fn=collate_fn, generator=torch.Generator(), **kwargs)
+                         collate_fn=collate_fn, generator=torch.Generator(), **options)
         vars(self)['batch_sampler'] = sampler # `DataLoader` would forget `batch_size` if it were given one
         self.seed = sampler.seed
         reading = {name: getattr(self, name) for name in READS}

@@ -1211,3 +1211,10 @@ def test_workers_read_ahead_as_far_as_asked_and_a_run_goes_on_at_the_next_batch_
     later = make()
     later.load_state_dict(loader.state_dict())
     assert equal(list(later), whole[2:])
+
+
+@pytest.mark.parametrize("argument", ["generator", "sampler", "batch_sampler"])
+def test_none_says_that_there_is_none(argument):
+    rows = list(range(20))
+    one, other = exact_loader(rows, 4, seed=3, **{argument: None}), exact_loader(rows, 4, seed=3)
+    assert [o.tolist() for o in one] == [o.tolist() for o in other]
