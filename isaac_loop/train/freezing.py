@@ -27,8 +27,9 @@ def layer_groups(
     return {name: part for name,part in model.named_children() if _has_parameters(part)}
 
 # %% ../../nbs/train/40_freezing.ipynb #66867c6a
-_NO_NAME = ('{part!r} names no part of a model. Use a name or a pattern such as `encoder.*`, a class of '
-            'modules, or a module.')
+_NO_NAME = ('`parts` says which parts of the model are meant, and {part!r} names no part of a model. Use a '
+            'name or a pattern such as `encoder.*`, a class of modules, or a module.{hint}')
+_BY_NUMBER = " The layers of an `nn.Sequential` are named by their numbers, as text: '{part}'."
 _NOT_THERE = ('`{who}` was given {part!r}, but nothing of that kind in the model has parameters; parts that '
               'have some are {names}.{hint}')
 
@@ -41,7 +42,9 @@ def _owned(prefix, module):
 
 def _check_part(part):
     "Refuse what can be no part of a model"
-    if not isinstance(part, (nn.Module, type, str)): raise TypeError(_NO_NAME.format(part=part))
+    if isinstance(part, (nn.Module, type, str)): return
+    hint = _BY_NUMBER.format(part=part) if type(part) is int else ''
+    raise TypeError(_NO_NAME.format(part=part, hint=hint))
 
 def _named_modules(model, part):
     "The modules that `part` means, by name"
