@@ -20,6 +20,8 @@ def unsaved_buffers(
 # %% ../../nbs/models/40_buffers.ipynb #170dd97f
 def _shape(x): return None if x is None or is_lazy(x) else x.shape
 
+def _buffers_of(module): return dict(module._buffers.items()) # A script of TorchScript keeps no dict
+
 def _filled(now, x, device=None):
     "A buffer with the values of `x`: `now` itself, if they fit"
     if _shape(x) is None: return x
@@ -53,9 +55,9 @@ def copy_buffers(
     for path,other in like.named_modules():
         if path not in parts: continue
         part = parts[path]
-        own = part._buffers
-        for name in own.keys() - other._buffers.keys(): del own[name]
-        for name,x in other._buffers.items(): own[name] = _filled(own.get(name), x)
+        own,had,its = part._buffers,_buffers_of(part),_buffers_of(other)
+        for name in had.keys() - its.keys(): del own[name]
+        for name,x in its.items(): own[name] = _filled(had.get(name), x)
         part._non_persistent_buffers_set |= other._non_persistent_buffers_set
 
 # %% ../../nbs/models/40_buffers.ipynb #10e42a64
@@ -66,8 +68,9 @@ def exchange_buffers(
     "Let each have what the other has in its buffers"
     done = set() # Two modules may share one
     for part,its in _both(module, other):
-        for name in part._buffers.keys() & its._buffers.keys():
-            x,y = part._buffers[name],its._buffers[name]
+        found,theirs = _buffers_of(part),_buffers_of(its)
+        for name in found.keys() & theirs.keys():
+            x,y = found[name],theirs[name]
             if None in (_shape(x), _shape(y)): part._buffers[name],its._buffers[name] = y,x
             elif id(x) not in done:
                 x.data,y.data = y.data,x.data

@@ -456,3 +456,18 @@ def test_a_run_that_goes_on_after_its_last_pass_knows_which_statistics_training_
     run(CheckpointCB(tmp_path, every=1), before_epoch)
     left = run(CheckpointCB(tmp_path, every=1), seen := UpdatesCB())
     assert not left.any() and seen.n == 0
+
+
+@pytest.mark.parametrize("make", [lambda: EMACB(0.5), lambda: SWACB(0.0)])
+def test_a_model_that_is_a_script_of_torchscript_is_averaged_like_another(make):
+    def validated(convert):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            callbacks = [BasicTrainCB(), MetricsCB(show=False), make()]
+            t = Trainer(DataLoaders(data(), data(2)), F.mse_loss, optim.SGD, convert(model), callbacks)
+            t.fit(3, lr=0.05)
+        return t.history["valid_loss"]
+
+    assert validated(torch.jit.script) == pytest.approx(validated(lambda model: model), rel=1e-5)
