@@ -1460,3 +1460,30 @@ def test_a_loss_function_whose_softmax_goes_over_the_examples(loss, wrong):
     trainer = Trainer(parts.dls, loss, optim.SGD, parts.model, [BasicTrainCB()])
     assert ("over_rows" in found_in(trainer)) == wrong
     assert not any("could not look" in o for o in messages(trainer))
+
+
+class StepsHead:
+    def step(self, trainer):
+        trainer.opt_head.step()
+
+    def zero_grad(self, trainer):
+        trainer.opt_head.zero_grad()
+
+
+class Anew(StepsHead):
+    "Gives each part its optimizer when the fit begins"
+
+    def before_fit(self, trainer):
+        trainer.opt = optim.SGD(trainer.model.body.parameters(), lr=0.1)
+        trainer.opt_head = optim.SGD(trainer.model.head.parameters(), lr=0.1)
+
+
+class HeadToo(StepsHead):
+    def before_fit(self, trainer):
+        trainer.opt_head = optim.SGD(trainer.model.head.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("kind, is_told", [(Anew, False), (HeadToo, True)])
+def test_an_optimizer_that_is_exchanged_for_one_of_a_part_is_that_of_the_part(kind, is_told):
+    trainer = images_trainer([BasicTrainCB(), kind()])
+    assert found_in(trainer) == ["shared_weights"] * is_told

@@ -42,7 +42,8 @@ def optimizers(
     "Optimizers that are there already, or that own methods make"
     has_opt = getattr(scene.trainer, 'opt_func', None) is not None
     text = 'trainer.model.parameters()' if isinstance(without_partial(scene.trainer.opt_func), type) else ''
-    found = {'trainer.opt': text} if has_opt else {} # A function may give the optimizer what it likes
+    usual = {'trainer.opt': text} if has_opt else {} # A function may give the optimizer what it likes
+    found = {}
     for holder in (scene.trainer, *scene.trainer.callbacks):
         own = 'trainer' if holder is scene.trainer else 'self'
         held = getattr(holder, '__dict__', {}).items()
@@ -51,7 +52,8 @@ def optimizers(
         methods = [o for o in methods if isinstance(o, FunctionType)]
         for f in [o for o in methods if package_of(o) not in ('isaac_loop', 'torch')]:
             for name,made in _made_in(inspect.unwrap(f), own): found[name] = found.get(name) or made
-    return found
+    made_anew = {name for name,made in found.items() if made}
+    return found | {name: made for name,made in usual.items() if name not in made_anew}
 
 def _made_in(f, own):
     "Names of optimizers that a method makes, with what they train"
