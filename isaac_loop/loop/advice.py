@@ -180,7 +180,9 @@ def warn_of_missing_steps(
     waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan, of_training)]
     if not missing or (alone and not waiting): return # An empty loop is fine
     steps,cls = ', '.join(f'`{o}`' for o in missing),type(trainer).__name__
-    if own: return warn(_WAITS.format(cls, steps, waiting[0], _OWN.format(cls)))
+    if own:
+        plan.told.add('waiting') # And not once more when a pass is over
+        return warn(_WAITS.format(cls, steps, waiting[0], _OWN.format(cls)))
     warn(_MISSING.format(steps, f', and {waiting[0]} waits in vain' if alone else '', _ADD))
 
 def _waiting(plan, missing):

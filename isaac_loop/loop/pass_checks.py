@@ -13,8 +13,10 @@ import torch
 
 from ..basics.checks import warn
 from ..basics.source_code import syntax_tree
+from .events import STEPS, callback_name
 from .handlers import TrainersOwn
 from .optimizer import held
+from .plan_checks import Finding, is_silent
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #8be938ac
 def held_optimizers(
@@ -62,6 +64,7 @@ def warn_of_own_batch(
     if without and 'update' not in told:
         told.add('update')
         warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))
+    if trainer._training and not none_known: _warn_of_waiting(trainer)
     span = getattr(type(trainer).one_batch, 'span', None)
     if seen or 'batch' in told or (span is not None and span.name == 'batch'): return
     entries = trainer.plan.entries[trainer.plan.training]
@@ -70,6 +73,46 @@ def warn_of_own_batch(
     if not waiting: return
     told.add('batch')
     warn(_NO_SPAN.format(type(trainer).__name__))
+
+# %% ../../nbs/loop/37_pass_checks.ipynb #2c6903cb
+_IN_VAIN = ('{waiting} waited in vain in the training pass of epoch {epoch}: `{cls}.one_batch` is your own, '
+            'and has run no {steps}. Let it do that by `self.run_callbacks({names})`, in place of what it '
+            'does by hand, or leave {who} out.')
+_OF_TRAINING = 'backward','step','zero_grad'
+_STEP_OF = {event: name for name,span in STEPS.items()
+            for event in (span.before, name, span.after, span.cleanup)}
+
+def _answered(trainer):
+    "Each callback with what it answers in training, but for the borders of fit and passes"
+    found = {}
+    for event,pairs in trainer.plan.entries[True].items():
+        if event.endswith(('_fit', '_epoch')): continue
+        for cb,_ in pairs: found.setdefault(id(cb), (cb, []))[1].append(event)
+    return found.values()
+
+def _missed(cb, events, run):
+    "What a callback answers around the steps of training, if it had no turn in any batch"
+    had_turn = any(event not in _STEP_OF or not run.isdisjoint((event, _STEP_OF[event])) for event in events)
+    if had_turn or isinstance(cb, TrainersOwn): return []
+    return [event for event in events if event not in STEPS and _STEP_OF[event] in _OF_TRAINING]
+
+def _warn_of_waiting(trainer):
+    "Warn, once, of who hears nothing of steps that a batch of one's own does by hand"
+    if 'waiting' in trainer.plan.told or trainer._side_runs: return
+    run = trainer.plan.names_run()
+    found = [(cb, _missed(cb, events, run)) for cb,events in _answered(trainer)]
+    found = [(cb, missed) for cb,missed in found if missed and not _is_meant(cb)]
+    if not found: return
+    trainer.plan.told.add('waiting')
+    of_steps = {_STEP_OF[event] for _,missed in found for event in missed}
+    steps = [step for step in _OF_TRAINING if step in of_steps]
+    warn(_IN_VAIN.format(
+        waiting=_listed(f'{callback_name(cb)}.{missed[0]}' for cb,missed in found), epoch=trainer.epoch,
+        cls=type(trainer).__name__, who=_listed(callback_name(cb) for cb,_ in found),
+        steps=' and no '.join(f'`{step}`' for step in steps), names=', '.join(map(repr, steps))))
+
+def _is_meant(cb): return is_silent(Finding('waits_in_vain', '', [cb]))
+def _listed(names): return ' and '.join(f'`{name}`' for name in names)
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #1db5a839
 _MORE = ('There were {} updates so far, and `total_updates` had said that the whole fit would have {}. '

@@ -48,6 +48,7 @@ class Plan(dict):
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
         self._chains = {} # By kind of pass and names of events: chains of their calls
+        self.run_before = set() # Names of events that were run, beside those of these chains
         self.uses_chains = False # May a batch be one chain? Found out when a pass begins, False after it
         self.last_cancel = (None,)*4 # That a span caught: event, who raised it, number of the batch, class
         self.changes = () # Functions of an event and its pairs that give other pairs, to swap or watch calls
@@ -128,7 +129,9 @@ class Plan(dict):
         old,self._chains = self._chains,{True: {}, False: {}}
         self.chains = self._chains[self.training]
         for chains in old.values():
-            for chain in chains.values(): chain.change()
+            for chain in chains.values():
+                chain.change()
+                self.run_before.update(chain.names)
             chains.clear() # Another plan may take them over
 
     def __missing__(self, event):
@@ -142,6 +145,12 @@ class Plan(dict):
 def taken(self:Plan)->tuple: # For `take`, of another plan of the same callbacks
     "What is worked out already"
     return self.entries,self.chosen,self._chains
+
+@patch
+def names_run(self:Plan)->set:
+    "The events that anybody has run so far by their names, as the chains that were made for them tell"
+    found = [chain.names for chains in self._chains.values() for chain in chains.values()]
+    return self.run_before.union(*found)
 
 @patch
 def __getstate__(self:Plan): # No pickle takes chains, and a copy is in no span

@@ -131,6 +131,7 @@ def run_alone(
 ):
     "Run one event, in its span if it has one"
     plan = trainer.plan
+    if extra: plan.run_before.add(name) # No chain tells of it
     if name in plan.bare_steps and not extra:
         try: run_event(trainer, name, handlers=plan.bare_steps[name])
         except CancelStepException: pass

@@ -499,6 +499,126 @@ def test_another_step_that_nobody_does_is_waited_for_in_vain_beside_it():
         inline(counts=True)(before_zero_grad).fit(1)
 
 
+class ByHand(Trainer):
+    "Updates by hand in `one_batch`, and counts that"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        x, y = self.batch
+        self.preds = self.model(x)
+        self.loss = self.loss_func(self.preds, y)
+        if self.training:
+            self.loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+            self.n_updates += 1
+
+
+class TellsOfSteps(ByHand):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        ByHand.one_batch.__wrapped__(self)
+        if self.training:
+            self.run_callbacks("after_step")
+
+
+def by_hand(*cbs, cls=ByHand):
+    rows = [(torch.randn(6, 3), torch.randn(6, 1)) for _ in range(4)]
+    callbacks = [BasicTrainCB(), MetricsCB(show=False), *cbs]
+    return cls(DataLoaders(rows, rows), F.mse_loss, optim.SGD, nn.Linear(3, 1), callbacks)
+
+
+def said_by(f):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        f()
+    return [str(o.message) for o in told]
+
+
+WAITING = {
+    "accumulation": (AccumulationCB(2), ["backward", "step", "zero_grad"]),
+    "clipping": (ClipGradCB(1.0), ["step"]),
+    "average": (EMACB(), ["step"]),
+    "schedule": (OneCycleSchedulerCB(cycle_momentum=False), ["step"]),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_who_hears_nothing_of_updates_that_are_made_by_hand_is_named_once(name):
+    "Although the updates are counted"
+    callback, steps = WAITING[name]
+    callback = copy.deepcopy(callback)
+    (told,) = said_by(lambda: by_hand(callback).fit(2))
+    assert f"`{type(callback).__name__}." in told and "waited in vain in the training pass of epoch 0" in told
+    assert f"self.run_callbacks({', '.join(map(repr, steps))})" in told
+    found = by_hand(copy.deepcopy(callback))
+    told = said_by(found.check)
+    assert any(f"`{type(callback).__name__}." in o and "waits in vain" in o for o in told)
+
+
+class LooksOnCB:
+    "Has something else to do in such a loop"
+
+    def before_step(self, trainer): ...
+    def after_batch(self, trainer): ...
+
+
+def test_who_has_a_turn_somewhere_or_wants_none_is_not_named():
+    assert said_by(lambda: by_hand(LooksOnCB()).fit(1)) == []
+    silent = ClipGradCB(1.0)
+    silent.silent = "waits_in_vain"
+    assert said_by(lambda: by_hand(silent).fit(1)) == []
+    assert said_by(lambda: by_hand(EMACB()).fit(1, train=False)) == []
+    tells = by_hand(EMACB(), cls=TellsOfSteps)
+    assert said_by(lambda: tells.fit(1)) == [] and not any("`EMACB." in o for o in said_by(tells.check))
+
+
+@pytest.mark.parametrize("extra", [{}, dict(scale=2)])
+def test_events_that_a_batch_of_ones_own_runs_are_known(extra):
+    "Also those with further arguments, and when callbacks come and go"
+
+    class Own(Trainer):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            self.run_callbacks("predict", "get_loss")
+            if self.training:
+                self.run_callbacks("backward")
+                self.run_callbacks("step", **extra)
+                self.run_callbacks("zero_grad")
+
+        def predict(self):
+            self.preds = self.model(self.batch[0])
+
+        def get_loss(self):
+            self.loss = self.loss_func(self.preds, self.batch[1])
+
+        def backward(self):
+            self.loss.backward()
+
+        def step(self, scale=1):
+            self.opt.step()
+
+        def zero_grad(self):
+            self.opt.zero_grad()
+
+    class WatchCB:
+        heard = 0
+
+        def after_step(self, trainer, scale=1):
+            self.heard += 1
+
+        def before_step(self, trainer, scale=1): ...
+
+    class LeavesCB:
+        def after_batch(self, trainer):
+            trainer.remove_callbacks(self)
+
+    rows = [(torch.randn(6, 3), torch.randn(6, 1))]
+    watch = WatchCB()
+    trainer = Own(DataLoaders(rows), F.mse_loss, optim.SGD, nn.Linear(3, 1), [watch, LeavesCB()])
+    assert said_by(lambda: trainer.fit(1, valid=False)) == [] and watch.heard == 1
+
+
 # A batch that grows on the way
 
 

@@ -147,7 +147,7 @@ def waiting_in_vain(scene):
 def _is_asked(scene, cb, run):
     "Whether a callback has something to do in such a batch: what it has beside that, may be for other loops"
     mine = [o.event for o in scene.entries if o.callback is cb and not o.event.endswith(('_fit', '_epoch'))]
-    return any(_STEP_OF.get(event, event) in run or event.endswith('_batch') for event in mine)
+    return any(not run.isdisjoint((event, _STEP_OF.get(event))) or event.endswith('_batch') for event in mine)
 
 # %% ../../../nbs/inspection/source_rules/04_check_orders.ipynb #e0c3e939
 _RETURNED = ('{who} returns `{what}`, and the loop does not look at what a method returns. Set it on the '

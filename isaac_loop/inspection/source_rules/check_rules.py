@@ -14,7 +14,8 @@ import torch
 from ...basics.checks import did_you_mean
 from ..map_entries import all_entries
 from ..source.method_source import function_node, function_of
-from ...loop.handlers import has_own_batch
+from ...loop.handlers import TrainersOwn, has_own_batch
+from ...loop.left_out_bases import is_ours
 from ...loop.events import EVENTS, STEPS, callback_name, handler_of
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
@@ -221,8 +222,9 @@ def _steps(entry):
 def steps_run(
     scene, # Of a trainer with a `one_batch` of its own
 )->set: # None if some names are made up on the way
-    "The names that somebody gives to `run_callbacks`"
-    run = {name for found in (*(o.found for o in scene.entries), *scene.loops) for name in found.runs}
+    "The names that somebody gives to `run_callbacks`; the library's callbacks do so only if they had a turn"
+    told = [o for o in scene.entries if isinstance(o.callback, TrainersOwn) or not is_ours(type(o.callback))]
+    run = {name for found in (*(o.found for o in told), *scene.loops) for name in found.runs}
     return None if '*' in run else run
 
 def _in_batch(scene):
