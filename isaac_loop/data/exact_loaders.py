@@ -193,14 +193,14 @@ def load_state_dict(self:ExactLoader,
     if state['samples']: self.start_at(state['samples'])
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #a424831b
-_NO_DATASET = ('`dataset` is a {kind}, which gives batches one after the other, and not rows. Pass the '
-               'dataset itself, such as `loader.dataset`; or make a loader that you have repeatable with '
+_NO_DATASET = ('`dataset` is of class `{kind}`, which gives batches one after the other, and not rows. Pass '
+               'the dataset itself, such as `loader.dataset`; or make a loader that you have repeatable with '
                '`ReplayLoader(loader)`.')
 _NO_DATA = ('`dataset` is {dataset!r}, which has neither rows by number nor any to iterate over, so there is '
             'nothing to load. Pass a dataset, a list of rows, or a stream of them.')
 _A_CLASS = '`dataset` is the class `{kind}`, which has no rows. Make one: `{kind}(...)`.'
-_NO_ROWS = ('`dataset` is a {kind}, which has a length but no rows by number. Give it a `__getitem__`, or '
-            'make a list of it.')
+_NO_ROWS = ('`dataset` is of class `{kind}`, which has a length but no rows by number. Give it a '
+            '`__getitem__`, or make a list of it.')
 
 def _check_dataset(dataset):
     "Refuse what is no dataset"

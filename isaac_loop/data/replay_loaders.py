@@ -68,8 +68,8 @@ def _loses_rows(x):
     return any(_loses_rows(part) for several in parts for part in several)
 
 # %% ../../nbs/data/29_replay_loaders.ipynb #e79cddac
-_ONLY_ONCE = ('`loader` is a {kind}, which cannot be iterated more than once, and going on needs that. Pass '
-              'a `DataLoader`, or a function that makes one.')
+_ONLY_ONCE = ('`loader` is of class `{kind}`, which cannot be iterated more than once, and going on needs '
+              'that. Pass a `DataLoader`, or a function that makes one.')
 _PERSISTENT = ('Persistent workers keep their random numbers from pass to pass, so no pass of this loader '
                'could be repeated. Use `exact_loader` with its dataset, or ordinary workers.')
 

@@ -38,11 +38,11 @@ def places_of(
     for child in module.children(): yield from places_of(child, picks, unit)
 
 # %% ../../nbs/device/76_cut_weights.ipynb #726d4e6e
-_NO_MODULE = ("`engine='fsdp'` cuts the weights of an `nn.Module`, and the model is a {kind}. Leave `engine` "
-              "out.")
+_NO_MODULE = ("`engine='fsdp'` cuts the weights of an `nn.Module`, and the model is of class `{kind}`. Leave "
+              "`engine` out.")
 _NO_UNIT = ('`shard` chooses none of the modules in the model, so its weights would be put together all at '
             'once. Name a class that is there, or leave `shard` out.')
-_CONTAINER = ('`shard` chooses a `{kind}`, which is never called itself, so nobody would put its weights '
+_CONTAINER = ('`shard` chooses `{kind}`, which is never called itself, so nobody would put its weights '
               'together. Choose what is in it.')
 _DEVICES = ("The model is on {devices}, and `engine='fsdp'` needs all of it on one device in each process. "
             "Move it before `fit`, as in `model.to(device)`, or leave `engine` out.")

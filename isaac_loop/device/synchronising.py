@@ -47,7 +47,7 @@ def _leave_out():
     raise CancelStepException('this process has none of the rows of this batch')
 
 # %% ../../nbs/device/67_synchronising.ipynb #504a7f91
-_NO_ROWS = ('The batch, a {kind}, holds no tensor with rows, so `DistributedCB` cannot tell '
+_NO_ROWS = ('The batch, of class `{kind}`, holds no tensor with rows, so `DistributedCB` cannot tell '
             "how much the loss of this process weighs. Say it: `weigh='mean'` if all shares weigh the "
             'same, or a function of the batch.')
 

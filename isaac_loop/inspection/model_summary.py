@@ -135,7 +135,7 @@ def summarize_model(
 def _check_model(model):
     if not isinstance(model, nn.Module): raise TypeError(_NO_LAYERS.format(kind=type(model).__name__))
 
-_NO_LAYERS = 'The model is a {kind}, which has no layers to list. A summary needs an `nn.Module`.'
+_NO_LAYERS = 'The model is of class `{kind}`, which has no layers to list. A summary needs an `nn.Module`.'
 _NO_INPUTS = ('`batch` is None, and without inputs the model cannot run, which is how shapes are found. Pass '
               'some such as `torch.randn(2, 3)`, a tuple of several, or `()` for a model that takes none.')
 

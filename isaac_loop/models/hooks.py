@@ -29,7 +29,8 @@ class _Messenger:
             raise
 
 # %% ../../nbs/models/30_hooks.ipynb #7f3dd5aa
-_NO_MODULE = '`module` is a {kind}, and only an `nn.Module` tells when it runs. Pass a layer of the model.'
+_NO_MODULE = ('`module` is of class `{kind}`, and only an `nn.Module` tells when it runs. Pass a layer of '
+              'the model.')
 _NO_FUNCTION = ('`func` is {func!r}, which cannot be called. Pass a function that takes the hook, the '
                 'module, its input and its output.')
 
@@ -101,7 +102,7 @@ def as_filter(
     raise TypeError(_NO_FILTER.format(module_filter=module_filter))
 
 # %% ../../nbs/models/30_hooks.ipynb #3b5cabc0
-_NO_MODULES = 'The model is a {kind}, which has no modules to look into. Hooks need an `nn.Module`.'
+_NO_MODULES = 'The model is of class `{kind}`, which has no modules to look into. Hooks need an `nn.Module`.'
 _NONE_FOUND = ('`module_filter` accepts none of the {n} modules of `{kind}`, so nothing would be seen. '
                'There are, for instance, {some}.')
 

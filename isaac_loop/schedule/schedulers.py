@@ -64,7 +64,7 @@ _FILL_IN = ('`scheduler_func` is called with the optimizer alone. Fill in what e
             '`partial(StepLR, step_size=2)`.')
 
 _NOT_TORCHS = ('`{who}` makes a scheduler of PyTorch for `trainer.{name}`, and those take only a '
-               '`torch.optim.Optimizer`, which a `{kind}` is not. Derive `{kind}` from it, or let '
+               '`torch.optim.Optimizer`, which `{kind}` is not. Derive `{kind}` from it, or let '
                "`AttributeSchedulerCB({{'{name}.lr': f}})` set the rate, which takes all `param_groups`.")
 
 class SchedulerCB:
@@ -252,7 +252,7 @@ def _with_settings(now, made, saved):
         return [_with_settings(*o) for o in zip(*parts)]
     return saved
 
-_OTHER_KIND = ('`{cb}` saved the state of a `{was}`, but now makes a `{kind}`, and a mixture of the two '
+_OTHER_KIND = ('`{cb}` saved the state of `{was}`, but now makes `{kind}`, and a mixture of the two '
                'would follow neither. Use the same scheduler, or start anew in another folder.')
 _NO_STATE = ('The scheduler of `{cb}`, a {kind}, has no `state_dict()` and `load_state_dict(state)`, so a '
              'run that goes on could not know where it stands. Give it both, or derive it from '

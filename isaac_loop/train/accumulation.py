@@ -25,8 +25,9 @@ from ..basics.tensors import batch_weight
 from ..basics.old_names import old_words
 
 # %% ../../nbs/train/20_accumulation.ipynb #ebe7e091
-_NO_ROWS = ("The batch, a {kind}, holds no tensor with rows, so `AccumulationCB` cannot tell how much its "
-            "loss weighs. Say it: `weigh='mean'` if all batches weigh the same, or a function of the batch.")
+_NO_ROWS = ("The batch, of class `{kind}`, holds no tensor with rows, so `AccumulationCB` cannot tell how "
+            "much its loss weighs. Say it: `weigh='mean'` if all batches weigh the same, or a function of "
+            'the batch.')
 
 def _rows(trainer):
     "How many examples the batch has"

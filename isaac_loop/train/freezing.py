@@ -15,7 +15,8 @@ from ..basics.settings import show_settings
 from ..basics.checks import check_count, check_flags, check_module, did_you_mean, is_number
 
 # %% ../../nbs/train/40_freezing.ipynb #bcddb16b
-_NO_MODULE = 'The model is a {kind}, which has no parts to tell apart. Layer groups need an `nn.Module`.'
+_NO_MODULE = ('The model is of class `{kind}`, which has no parts to tell apart. Layer groups need an '
+              '`nn.Module`.')
 
 def _has_parameters(module): return next(module.parameters(), None) is not None
 
