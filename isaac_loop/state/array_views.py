@@ -35,8 +35,9 @@ def _span(x):
 # %% ../../nbs/state/31_array_views.ipynb #85a257b6
 def _in_one_memory(kept, own):
     "Arrays of NumPy that overlap another array or a tensor: lists of names and values"
-    found = [(*_span(x), k, x) for k,value in kept.items() for x in _with_memory(value, {})]
-    if all(torch.is_tensor(x) for *_,x in found): return []
+    lying = [(k, x) for k,value in kept.items() for x in _with_memory(value, {})]
+    if all(torch.is_tensor(x) for _,x in lying): return []
+    found = [(*_span(x), k, x) for k,x in lying]
     others = {k: x for k,x in own.items() if k not in kept and torch.is_tensor(x)}
     found += [(*_span(x), k, x) for k,x in others.items() if _with_memory(x, {})]
     groups,end = [],0

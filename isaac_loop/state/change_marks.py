@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..basics.alike_tensors import are_alike
 from ..basics.tensors import OF_MODULES
 from ..data.random_generators import drawn_from, is_seeds
 from .mementos import slots_of
@@ -212,8 +213,24 @@ class Marker:
         is_simple = set(map(type, values)) <= SIMPLE and set(map(type, keys)) <= SIMPLE
         if is_simple:
             return Mark(value=(type(x), tuple(keys), _comparable(values), tuple(map(type, values))))
+        names = [k if type(k) in SIMPLE else id(k) for k in keys]
+        if len(values) <= MANY and are_alike(values):
+            return Mark(None, type(x), dict(zip(names, self._parts_alike(values))))
         if len(values) > MANY: # Not what lies in each
             ids = (id(k) if type(k) not in SIMPLE else k for k in keys)
             return Mark(Same(x), (tuple(ids), tuple(map(id, values))))
-        names = [k if type(k) in SIMPLE else id(k) for k in keys]
         return Mark(None, type(x), {k: self.part(o) for k,o in zip(names, values)})
+
+    def _parts_alike(self, values):
+        "The marks of tensors that are alike, whose bytes are read together"
+        rows = torch.stack(values).reshape(len(values), -1).view(torch.uint8).numpy()
+        kind = values[0].dtype, tuple(values[0].shape)
+        for x,row in zip(values, rows):
+            if id(x) in self.made: self.shared.add(id(x))
+            elif id(x) in self.world: self.mark(x)
+            else: self.made[id(x)] = self._known(Mark(Same(x), (x._version, (crc32(row), *kind))), x),x
+        return [self.made[id(x)][0] for x in values]
+
+    def _known(self, mark, x):
+        "The mark of a tensor or a container; others may note more"
+        return mark

@@ -36,7 +36,9 @@ class Knower(Marker):
 
     def _mark(self, x):
         mark = super()._mark(x)
-        if not (is_numeric(x) or isinstance(x, _FILLED)): return mark
+        return self._known(mark, x) if is_numeric(x) or isinstance(x, _FILLED) else mark
+
+    def _known(self, mark, x):
         known = KnownMark(mark, x)
         self.met[id(x)] = known.of
         return known

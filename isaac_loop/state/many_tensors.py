@@ -16,18 +16,19 @@ from isaac_loop.state.mementos import reset_tensor
 # %% ../../nbs/state/19_many_tensors.ipynb #eb8d8801
 _wants_grad = attrgetter('requires_grad')
 _facts_of = attrgetter('grad', 'layout', 'is_nested', 'is_quantized', '_backward_hooks',
-                       '_post_accumulate_grad_hooks')
-_USUAL = None, torch.strided, False, False, None, None
-_kind_of = attrgetter('dtype', 'device', 'shape')
+                       '_post_accumulate_grad_hooks', '__dict__')
+_USUAL = None, torch.strided, False, False, None, None, {} # Nothing beside the values
+_about = attrgetter('dtype', 'device', 'shape')
 _FEW = 4
+
+def _kinds_of(tensors): return zip(map(_about, tensors), map(torch.Tensor.stride, tensors))
 
 def _can_be_one(alike, kind):
     "Whether the values of tensors can be copied together, and written again"
-    dtype,device,shape = kind
+    (dtype,device,shape),steps = kind
     if len(alike) < _FEW or dtype.is_complex or device.type == 'meta': return False
-    if any(map(torch.Tensor.is_inference, alike)): return False
-    if 0 not in shape and any(map(_is_away, alike)): return False
-    return not (shape and any(0 in x.stride() for x in alike))
+    if any(map(torch.Tensor.is_inference, alike)) or any(map(torch.Tensor.is_neg, alike)): return False
+    return 0 not in steps and (0 in shape or not any(map(_is_away, alike)))
 
 def _is_away(x):
     "Was its memory freed?"
@@ -39,7 +40,7 @@ def in_groups(
     "Tensors whose values can be copied together"
     groups,plain = {},list(filterfalse(_wants_grad, tensors))
     usual = list(compress(plain, [facts == _USUAL for facts in map(_facts_of, plain)]))
-    for x,kind in zip(usual, map(_kind_of, usual)): groups.setdefault(kind, []).append(x)
+    for x,kind in zip(usual, _kinds_of(usual)): groups.setdefault(kind, []).append(x)
     many = [alike for kind,alike in groups.items() if _can_be_one(alike, kind)]
     taken = {id(x) for alike in many for x in alike}
     return many,[x for x in tensors if id(x) not in taken]
@@ -49,19 +50,21 @@ def of_alike(
     tensors:list, # One of the lists of `in_groups`
 ): # A function that puts them back
     "All values of tensors that are alike"
-    data,kind = list(map(attrgetter('data'), tensors)),_kind_of(tensors[0])
+    data,kinds = list(map(attrgetter('data'), tensors)),set(_kinds_of(tensors))
     places,values = list(map(torch.Tensor.data_ptr, tensors)),torch.stack(data)
     def put_back():
-        are_still = _are_still_alike(tensors, places, kind)
-        for i in range(0 if are_still else len(tensors)): reset_tensor(tensors[i], torch.Tensor, data[i])
+        are_still = _are_still_alike(tensors, places, kinds)
+        for x,memory in zip(() if are_still else tensors, data):
+            reset_tensor(x, torch.Tensor, memory)
+            vars(x).clear()
         if not _are_still(data, values): torch._foreach_copy_(data, list(values.unbind()))
     return put_back
 
-def _are_still_alike(tensors, places, kind):
+def _are_still_alike(tensors, places, kinds):
     "Whether none has become another one"
     if {*map(type, tensors)} != {torch.Tensor} or any(map(_wants_grad, tensors)): return False
     if list(map(torch.Tensor.data_ptr, tensors)) != places: return False
-    if {*map(_kind_of, tensors)} != {kind}: return False
+    if set(_kinds_of(tensors)) != kinds: return False
     return list(map(_facts_of, tensors)).count(_USUAL) == len(tensors)
 
 def _are_still(data, values):

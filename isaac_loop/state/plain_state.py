@@ -12,6 +12,7 @@ from enum import Enum
 
 import torch
 
+from ..basics.alike_tensors import are_alike
 from .errors import UnsaveableState
 
 # %% ../../nbs/state/10_plain_state.ipynb #e7dd0bb8
@@ -196,6 +197,26 @@ class _ExactWalk(_Walk):
     def __init__(self, where, copy, others):
         super().__init__(where, copy)
         self.others,self.memory,self.arrays = others,{},[]
+        self.packed = {} # By the place of their memory: lists of tensors that are kept as one
+
+    def container(self, x, kind, path, depth):
+        "A container; many tensors that are alike, each alone in its memory, are one tensor"
+        if kind not in (list, tuple) or not are_alike(x) or any(id(o) in self.others for o in x):
+            return super().container(x, kind, path, depth)
+        memories = [o.untyped_storage() for o in x]
+        places,size = {o.data_ptr() for o in memories},x[0].numel()*x[0].element_size()
+        are_alone = len(places) == len(x) and {o.nbytes() for o in memories} == {size}
+        known = {place for _,place in self.memory} | self.packed.keys()
+        if not are_alone or not known.isdisjoint(places): return super().container(x, kind, path, depth)
+        made = {_KEPT: 'many', 'of': kind.__name__, 'value': torch.stack(list(x))}
+        self.packed |= dict.fromkeys(places, (made, x, path, depth))
+        return made
+
+    def unpack(self, place):
+        "Keep tensors apart after all, one of which others share their memory with"
+        made,x,path,depth = self.packed[place]
+        for o in x: del self.packed[o.untyped_storage().data_ptr()]
+        made |= {_KEPT: 'several', 'value': [self.walk(o, (path, i), depth) for i,o in enumerate(x)]}
 
     def walk(self, x, path=None, depth=0):
         "`x` as plain data, from which `from_plain` makes `x` again"
@@ -231,6 +252,7 @@ class _ExactWalk(_Walk):
         "The plain tensor for `x`, or a dict that describes it as a view"
         if not _has_memory(x): return super().walk(x, path)
         memory,place = x.untyped_storage(),_geometry(x)
+        if memory.data_ptr() in self.packed: self.unpack(memory.data_ptr())
         there = self.memory.setdefault((x.device, memory.data_ptr()), [])
         for other,made in there:
             if _geometry(other) == place: return made
@@ -296,6 +318,9 @@ def _remade(x, made):
         memory = _again(x['of'], made).untyped_storage()
         return torch.empty(0, dtype=x['dtype']).set_(memory, x['offset'], x['shape'], x['stride'])
     value = _again(x['value'], made)
+    if kind in ('many', 'several'):
+        parts = [o.clone() for o in value] if kind == 'many' else value
+        return tuple(parts) if x['of'] == 'tuple' else parts
     if kind == 'leaf' and x['parameter']: return torch.nn.Parameter(value, x['requires_grad'])
     if kind == 'leaf': return value.requires_grad_(x['requires_grad'])
     if kind != 'numpy': return value

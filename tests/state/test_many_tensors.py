@@ -72,7 +72,13 @@ def make_weight(x):
     x.__class__ = nn.Parameter
 
 
-@pytest.mark.parametrize("change", [give_gradient, give_hook, give_memory, give_shape, make_weight])
+def give_attribute(x):
+    x.note = "seen"
+
+
+@pytest.mark.parametrize(
+    "change", [give_gradient, give_hook, give_memory, give_shape, make_weight, give_attribute]
+)
 def test_one_that_has_become_another_is_what_it_was(change):
     xs = [torch.tensor([float(i), 0.5]) for i in range(9)]
     same = [x.view(2) for x in xs]
@@ -81,7 +87,34 @@ def test_one_that_has_become_another_is_what_it_was(change):
     snapshot.restore()
     for i, (x, view) in enumerate(zip(xs, same)):
         assert type(x) is torch.Tensor and x.tolist() == [float(i), 0.5] and x.data_ptr() == view.data_ptr()
-        assert not x.requires_grad and x.grad is None and not x._backward_hooks
+        assert not x.requires_grad and x.grad is None and not x._backward_hooks and not vars(x)
+
+
+def test_one_that_was_turned_in_its_memory_is_turned_back():
+    xs = [torch.arange(9.0).view(3, 3) + i for i in range(5)]
+    snapshot = Snapshot(Holder(xs))
+    xs[0].t_()
+    snapshot.restore()
+    assert xs[0].stride() == (3, 1) and xs[0][0].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_attributes_of_tensors_stay_and_go_as_they_were():
+    xs = [torch.tensor(float(i)) for i in range(9)]
+    xs[2].note = ["first"]
+    snapshot = Snapshot(Holder(xs))
+    xs[2].note.append("second")
+    xs[3].note = "new"
+    snapshot.restore()
+    assert xs[2].note == ["first"] and not hasattr(xs[3], "note")
+
+
+def test_negated_views_of_complex_numbers_are_put_back():
+    xs = [torch.fft.rfft(torch.arange(6.0)).conj().imag for _ in range(5)]
+    before = [x.tolist() for x in xs]
+    snapshot = Snapshot(Holder(xs))
+    xs[0] += 1
+    snapshot.restore()
+    assert [x.tolist() for x in xs] == before
 
 
 def test_hooks_and_gradients_that_were_there_are_there_again():
