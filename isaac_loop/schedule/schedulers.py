@@ -64,7 +64,7 @@ _FILL_IN = ('`scheduler_func` is called with the optimizer alone. Fill in what e
             '`partial(StepLR, step_size=2)`.')
 
 _NOT_TORCHS = ('`{who}` makes a scheduler of PyTorch for `trainer.{name}`, and those take only a '
-               '`torch.optim.Optimizer`, which `{kind}` is not. Derive `{kind}` from it, or let '
+               '`torch.optim.Optimizer`, which a `{kind}` is not. Derive `{kind}` from it, or let '
                "`AttributeSchedulerCB({{'{name}.lr': f}})` set the rate, which takes all `param_groups`.")
 
 class SchedulerCB:

@@ -10,18 +10,21 @@ import random, sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum
+from functools import lru_cache
 from pathlib import PurePath
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .errors import UnsaveableState
 from ..data.random_generators import drawn_from, is_seeds
 from .change_marks import CONTAINERS, HELD, MANY, OF_CONTAINER, SIMPLE, Code, Marker, Same
-from .change_marks import is_iterator, is_outside, members_of, own_attributes, part_of
+from .change_marks import attributes_of, is_installed, is_iterator, is_outside, members_of
+from .change_marks import own_attributes, part_of
 from .filled_objects import is_numeric, is_still
 from .plain_state import plain
+from .settings import made_by
 
 # %% ../../nbs/state/33_changed_values.ipynb #2b0b88c5
 KIND = '__own__' # The key of a dict that says how a value is put back
@@ -53,6 +56,11 @@ def got(x, name, default=None):
     "An attribute; some classes answer a name that they do not know with an error of their own"
     try: return getattr(x, name, default)
     except Exception: return default
+
+@lru_cache(maxsize=1)
+def of_optimizers():
+    "What every optimizer has, and what a schedule puts there"
+    return {*vars(optim.Optimizer([torch.zeros(1)], {})), 'step', '_opt_called'}
 
 def _told(x):
     try: return x.state_dict()
@@ -173,9 +181,18 @@ class Keeper:
         if is_seeds(x): return {KIND: 'seeds', 'value': x.state}
         there = any(o is not None and o.who == Same(x) for o in (begin, ready))
         if not there or not hasattr(x, '__dict__'): raise Unkept
+        if isinstance(x, optim.Optimizer): return self._optimizer(x, begin, ready)
         if tells_state(x) and not isinstance(x, nn.Module): return {KIND: 'state', 'value': _told(x)}
         changed = self.changed(members_of(x), begin, ready)
         return {KIND: 'members', 'of': type(x).__qualname__, 'value': changed}
+
+    def _optimizer(self, x, begin, ready):
+        "One that another optimizer is made of; of a class of one's own also what that has made"
+        made = {KIND: 'state', 'value': _told(x)}
+        if is_installed(str(type(x).__module__)): return made
+        own = {k: o for k,o in attributes_of(x).items() if k not in of_optimizers()}
+        own = {k: own[k] for k in own if k in made_by(x, own)}
+        return made | dict(own=self.changed(own, begin, ready))
 
     def _generator(self, x, drawn, begin, ready):
         "A generator; one of a class of the user's own must have been there"

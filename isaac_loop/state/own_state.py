@@ -32,7 +32,7 @@ from .owners import World, add_generators_of, is_layer, is_part
 from .held_callables import keepers_in
 from .owners import OPT, is_opt, of_other, others_of
 from .plain_state import from_plain, plain
-from .settings import differing, holds_numbers, is_setting, looks_of, made_by
+from .settings import differing, holds_numbers, is_noted, is_setting, looks_of, made_by
 
 # %% ../../nbs/state/38_own_state.ipynb #4ff82aef
 @lru_cache
@@ -196,7 +196,9 @@ def take(self:OwnState,
         of_opt = is_opt(name, owner)
         if is_part(name) and not (of_opt or self._changed(keeper.marker, name, own)): continue
         also = own if every else made_by(owner, own) if of_opt else ()
+        keeper.every = of_opt # Also within what it has made
         state,still,lost = self._kept(keeper, name, own, also)
+        keeper.every = False
         state,refused = _exactly(state, name, copy)
         settings,looks = _noted(name, still, of_opt, keeper.world)
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
@@ -215,12 +217,12 @@ def take(self:OwnState,
 def _noted(name, still, of_opt, world):
     "Of what has not changed the settings, and how tensors look; data, model and loss are told elsewhere"
     if name.startswith('dls') or is_beside(name) or (is_part(name) and not of_opt): return {},{}
-    return {k: x for k,x in still.items() if is_setting(x)}, looks_of(still, world)
+    return {k: x for k,x in still.items() if is_noted(x)}, looks_of(still, world)
 
 @patch
 def _is_as_made(self:OwnState, marker, name, k, x):
     "Whether a simple value is still what `before_fit` made"
-    return type(x) in SIMPLE and part_of(self.ready.get(name), k) == marker.mark(x)
+    return is_setting(x) and part_of(self.ready.get(name), k) == marker.mark(x)
 
 @patch
 def _deleted(self:OwnState, trainer, name, owner, own):
@@ -265,7 +267,7 @@ def _kept(self:OwnState, keeper, name, own, also=()):
     for k in [k for k in own if k in changed]:
         try: state[k] = keeper.keep(own[k], part_of(begin, k), part_of(ready, k))
         except Unkept:
-            if part_of(ready, k) != mark(own[k]): lost.append(k)
+            if part_of(ready, k) != mark(own[k]) or (keeper.every and holds_numbers(own[k])): lost.append(k)
     still = {k: x for k,x in own.items() if k not in changed}
     touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
     made = {k for k in own if part_of(begin, k) != part_of(ready, k)}

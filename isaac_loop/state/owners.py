@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/state/37_owners.ipynb #1cb41cb6
 from collections import deque
 from enum import Enum
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import filterfalse
 from types import FunctionType, MethodType, SimpleNamespace
 
@@ -18,6 +18,7 @@ from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Subset
 
 from ..basics.tensors import OF_MODULES
 from .change_marks import SIMPLE, attributes_of, is_installed
+from .changed_values import of_optimizers
 from .held_callables import FEW, OF_LAYERS, as_key, is_users
 from .held_callables import closed_over, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
@@ -69,7 +70,7 @@ def of_other(name, owner):
     if is_layer(owner) and not name.startswith(READERS): return _of_layer(owner) | _unsaved(name, owner)
     without = unasked(owner)
     if without is True: return {}
-    if isinstance(owner, optim.Optimizer): return may_be_state(owner, without | _of_optimizers())
+    if isinstance(owner, optim.Optimizer): return may_be_state(owner, without | of_optimizers())
     if name.startswith(READERS): return _of_reader(owner, without)
     if name == 'dls': return may_be_state(owner, without | {'train', 'valid', 'split'})
     return _of_module(name, owner, without) if isinstance(owner, nn.Module) else may_be_state(owner, without)
@@ -108,10 +109,7 @@ def _of_layer(m):
     if torch.Tensor not in map(type, own.values()): return own
     return {k: o for k,o in own.items() if getattr(o, 'grad_fn', None) is None} # Else made by a forward
 
-@lru_cache(maxsize=1)
-def _of_optimizers():
-    "What every optimizer has, and what a schedule puts there"
-    return {*vars(optim.Optimizer([torch.zeros(1)], {})), 'step', '_opt_called'}
+
 
 # %% ../../nbs/state/37_owners.ipynb #4caf1754
 def _add_readers(found, name, dl, without=()):

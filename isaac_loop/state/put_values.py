@@ -116,7 +116,9 @@ class Putter:
         if here is None or here is _NOTHING: return self._made(here, saved, path)
         if kind == 'members' and type(here).__qualname__ != saved['of']: return self._lose(here, path)
         if kind == 'members': self.members(here, saved['value'], path)
-        elif kind == 'state' and isinstance(here, optim.Optimizer): load_opt(here, saved['value'])
+        elif kind == 'state' and isinstance(here, optim.Optimizer):
+            load_opt(here, saved['value'])
+            self.members(here, saved.get('own', {}), path)
         elif kind == 'state': here.load_state_dict(saved['value'])
         else: _set_drawn(here, saved['value'], path)
         return here

@@ -6,9 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/state/43_settings.ipynb #b0d01e63
-import inspect
+import inspect, math
+from zlib import crc32
 
-from isaac_loop.data.fingerprint import alike, leaves_of
+import torch
+
 from isaac_loop.state.change_marks import SIMPLE, is_installed
 from isaac_loop.state.filled_objects import is_numeric
 
@@ -27,6 +29,13 @@ def is_setting(
     if type(x) in SIMPLE: return True
     return type(x) in (list, tuple) and len(x) <= _FEW and set(map(type, x)) <= SIMPLE
 
+def is_noted(
+    x, # Any value
+)->bool:
+    "Whether a value can be noted as it is: a setting, or a short dict of simple values"
+    if type(x) is not dict: return is_setting(x)
+    return len(x) <= _FEW and set(map(type, [*x, *x.values()])) <= SIMPLE
+
 def looks_of(
     values:dict, # Any, by name
     world=(), # The ids of what the trainer saves itself
@@ -37,11 +46,27 @@ def looks_of(
 
 def _look_of(x, world=()):
     values = _short(x)
-    if not values or not any(map(is_numeric, values)): return None
-    if not all(is_numeric(o) or type(o) in SIMPLE for o in values): return None
+    if not values or not any(map(_has_numbers, values)): return None
+    if not all(_has_numbers(o) or type(o) in SIMPLE for o in values): return None
     if any(id(o) in world for o in values): return None
-    try: return leaves_of(x)
+    names = repr(list(x)) if type(x) is dict else ''
+    try: return [names, *(part for o in values for part in _seen(o))]
     except Exception: return None # A tensor of another sort
+
+def _has_numbers(x): return is_numeric(x) or (type(x).__module__ == 'numpy' and hasattr(x, 'dtype'))
+
+_EACH,_MOST = 64,2**20
+
+def _seen(x):
+    "Each of a few numbers, else sums over all, or over so many that are far apart; exact ones by their bytes"
+    if type(x) in SIMPLE: return [x if type(x) is float else repr(x)]
+    x = torch.as_tensor(x).detach().flatten()
+    kind = f'{x.dtype} {tuple(x.shape)}'
+    x = x[::-(-len(x)//_MOST) or 1].cpu()
+    if not x.is_floating_point(): return [f'{kind} {crc32(x.contiguous().view(torch.uint8).numpy())}']
+    if len(x) <= _EACH: return [kind, *x.tolist()]
+    odd,x = int((~x.isfinite()).sum()),x.double().nan_to_num(0.1, 0.2, 0.3)
+    return [f'{kind} {odd}', [float(x.norm()), float(x@torch.arange(len(x), dtype=x.dtype).cos())]]
 
 # %% ../../nbs/state/43_settings.ipynb #4a9cf687
 def differing(
@@ -58,7 +83,13 @@ def differing(
     return texts + [f'`{path}.{k}` (saved: other numbers)' for k,pair in looks.items() if not _same(*pair)]
 
 def _same(saved, now):
-    return now is not None and len(saved) == len(now) and all(map(alike, saved, now))
+    "Whether two looks are the same, as nearly as numbers are that another machine has worked out"
+    if now is None or [type(o) for o in saved] != [type(o) for o in now]: return False
+    return all(map(_is_near, saved, now))
+
+def _is_near(a, b):
+    if type(a) is list: return all(abs(x-y) <= 1e-5*max(a[0], b[0]) for x,y in zip(a, b)) # Beside the norm
+    return a == b or (type(a) is float and (math.isclose(a, b, rel_tol=1e-5) or (a != a and b != b)))
 
 # %% ../../nbs/state/43_settings.ipynb #b6fa5ada
 def made_by(
@@ -67,7 +98,11 @@ def made_by(
 )->set: # Names
     "The attributes that an optimizer has made itself"
     given = _given_to(opt)
-    return {k for k,x in own.items() if k not in given or not is_setting(x)}
+    return {k for k,x in own.items() if not _is_given(given.get(k.strip('_')), x)}
+
+def _is_given(argument, x):
+    "Whether an attribute is an argument, as far as its name tells; in the place of None something was made"
+    return argument is not None and (x is None or argument.default is not None)
 
 def holds_numbers(x):
     "Whether a value is a tensor or an array, or a container of some"
@@ -78,4 +113,4 @@ def _given_to(opt):
     "The arguments of a user's classes of optimizers"
     kinds = [kind for kind in type(opt).__mro__ if not is_installed(str(kind.__module__))]
     own = [kind.__init__ for kind in kinds if '__init__' in vars(kind)]
-    return {name for f in own for name in inspect.signature(f).parameters}
+    return {name: x for f in own for name,x in inspect.signature(f).parameters.items()}

@@ -265,6 +265,87 @@ def test_what_an_optimizer_has_made_of_the_first_weights_comes_back(in_same_proc
     assert torch.equal(cut.model.weight, whole.model.weight)
 
 
+class Anchor:
+    def __init__(self, start):
+        self.start = start
+
+
+class InObject(Proximal):
+    "Has its copies in an object, and in a module"
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.anchor, self.frozen = Anchor(self.start), nn.ParameterList(p.clone() for p in self.start)
+        self.start = None
+
+    def step(self):
+        pairs = zip(self.anchor.start, self.frozen)
+        self.start = [(a + b.detach()) / 2 for a, b in pairs]
+        super().step()
+        self.start = None
+
+
+class Around:
+    "Has another optimizer inside, and tells no state"
+
+    def __init__(self, params, lr):
+        self.inner = Proximal(params, lr)
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def step(self):
+        self.inner.step()
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+
+def two(params, lr):
+    weight, bias = params
+    return [Proximal([weight], lr), optim.SGD([bias], lr, momentum=0.9)]
+
+
+@pytest.mark.parametrize("opt_func", [InObject, Around, two])
+def test_it_comes_back_from_wherever_the_optimizer_has_it(opt_func, tmp_path):
+    train = ManyCB() if opt_func is two else None
+    whole = fit(make(opt_func, train=train))
+    with pytest.raises(Cut):
+        fit(make(opt_func, CheckpointCB(tmp_path, every=2), cut_after(5), train=train))
+    again = make(opt_func, CheckpointCB(tmp_path, every=2), train=train)
+    with torch.no_grad():
+        again.model.weight.zero_()  # A script without a seed
+    fit(again)
+    assert torch.equal(again.model.weight, whole.model.weight)
+
+
+@pytest.mark.parametrize(
+    "was, now", [({"limit": 0.1}, {"limit": 5.0}), (torch.tensor(1.0), torch.tensor(3.0)), (0.1, 5.0)]
+)
+def test_what_the_script_gives_is_never_written_to(was, now, tmp_path):
+    class Given(optim.SGD):
+        def __init__(self, params, lr, config):
+            super().__init__(params, lr)
+            self.config, self._config = config, config
+
+    fit(make(partial(Given, config=was), CheckpointCB(tmp_path)), 1)
+    again = make(partial(Given, config=now), CheckpointCB(tmp_path))
+    with pytest.warns(UserWarning, match="`trainer.opt.config.*saved.*`trainer.opt._config"):
+        fit(again, 2)
+    assert again.opt.config is now and again.opt._config is now and now in ({"limit": 5.0}, 3.0, 5.0)
+
+
+def test_copies_by_the_id_of_a_parameter_are_named(tmp_path):
+    class ById(Proximal):
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.by_id = {id(p): start for p, start in zip(self.params, self.start)}
+
+    with pytest.warns(UserWarning, match="`trainer.opt.by_id`"):
+        fit(make(ById, CheckpointCB(tmp_path)), 1)
+
+
 def test_what_the_script_gives_an_optimizer_stays_and_is_told_of(tmp_path):
     with pytest.raises(Cut):
         fit(make(Proximal, CheckpointCB(tmp_path, every=2), cut_after(5)))

@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import pickle
 import random
+import math
 import warnings
 from collections import namedtuple
 from pathlib import Path
@@ -458,6 +459,30 @@ def test_a_setting_of_tensors_or_arrays_is_told_too(wrap, tmp_path):
     assert not saved_and_again(tmp_path / "a", first, again)[1]
     trainer, told = saved_and_again(tmp_path / "b", first, other)
     assert "`RateCB.rate` (saved: other numbers)" in told and trainer.RateCB.rate is other.rate
+
+
+OTHERS = {
+    "one of many": lambda n: torch.arange(5000) == n,
+    "a small one beside a large": lambda n: torch.tensor([0.001 * (n + 1), 1000.0]),
+    "none": lambda n: torch.tensor([1.0, math.nan if n else 0.1]),
+    "a number of NumPy": lambda n: np.float64(n + 0.5),
+    "a dict of numbers": lambda n: {"a": n + 0.5},
+    "one of many fractions": lambda n: torch.linspace(0, 1, 5000).index_fill(0, torch.tensor([17]), n + 2.0),
+    "names": lambda n: {"ab"[n]: torch.ones(2)},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_setting_of_tensors_is_told_however_little_differs(kind, tmp_path):
+    one, other = OTHERS[kind](0), OTHERS[kind](1)
+    assert not saved_and_again(tmp_path / "a", RateCB(one), RateCB(OTHERS[kind](0)))[1]
+    assert "`RateCB.rate" in saved_and_again(tmp_path / "b", RateCB(one), RateCB(other))[1]
+
+
+def test_a_setting_that_another_machine_has_worked_out_is_the_same(tmp_path):
+    fractions = torch.rand(5000)
+    near = fractions * (1 + 1e-7)
+    assert not saved_and_again(tmp_path, RateCB(fractions), RateCB(near))[1]
 
 
 def test_what_a_callback_holds_of_the_model_is_no_setting(tmp_path):
