@@ -9,6 +9,7 @@ __all__ = []
 import math
 
 from fastcore.basics import patch
+from torch import optim
 
 from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean, warn
@@ -16,6 +17,7 @@ from ..loop.optimizer import ready_optimizer
 from ..loop.history import updates_of_run
 from ..loop.monitor import mode_of
 from ..loop.ranks import here
+from ..state.owners import OPT
 from ..state.run_checks import check_fits, check_is_run
 from ..state.putting_back import put_position, put_random, put_state
 from ..state.run_state import take_state
@@ -114,21 +116,38 @@ def load(self:Trainer,
     _check_wanted(best, monitor, mode)
     weights,state,manifest = _read(folder, best, monitor, mode)
     if 'measured_with' in manifest['info']: _warn_of_average(manifest)
-    if 'opt' in state['opts'] and 'opt' not in vars(self): self._make_opt_for(state)
-    # Callbacks begin anew with the next fit, as always
-    state['callbacks'],state['own'] = {},{k: o for k,o in state.get('own', {}).items() if not k}
+    # Callbacks begin anew with the next fit, as always; optimizers go on
+    state['callbacks'],state['own'] = {},{k: o for k,o in state.get('own', {}).items() if _is_taken(self, k)}
+    has_opt = 'opt' in state['opts'] or OPT in state['own']
+    if has_opt and 'opt' not in vars(self): self._make_opt_for(state)
     check_fits(self, weights, state, strict=False)
-    put_state(self, weights, state)
+    self._put_state(weights, state)
     put_position(self, state)
     put_random(state, strict)
     self._ended = True # The next fit is a new one, even if the last one broke off
     has_place = all(hasattr(self.dls.train, name) for name in ('set_epoch', 'load_state_dict'))
     if has_place: _warn_of_place(state['loaders'].get('train', {}))
 
+def _is_taken(trainer, name):
+    "Whether an owner is the trainer itself, or one of its optimizers"
+    held = vars(trainer).get(name.removeprefix('trainer.'))
+    return name in ('', OPT) or isinstance(held, optim.Optimizer)
+
+@patch
+def _put_state(self:Trainer, weights, state):
+    "Put back what was saved, also into a trainer that has not been fitted"
+    is_new = self._own_state is None
+    if is_new: self._note_state()
+    try: put_state(self, weights, state)
+    finally:
+        if is_new: self._own_state = None
+
 @patch
 def _make_opt_for(self:Trainer, state):
     "An optimizer to load a saved state into"
-    self.lr = state['opts']['opt']['param_groups'][0]['lr']
+    saved = state['opts'].get('opt')
+    groups = saved.get('param_groups') if type(saved) is dict else None
+    self.lr = groups[0]['lr'] if groups else state['position']['lr']
     ready_optimizer(self, keep_opt=False)
 
 _HALF_EPOCH = ('This checkpoint was saved in the middle of an epoch, and the training loader goes on there: '

@@ -365,3 +365,16 @@ def test_what_an_optimizer_has_made_and_nobody_can_keep_is_named_but_for_what_on
     with pytest.warns(UserWarning, match="`trainer.opt.first` changed .* cannot be kept") as told:
         fit(make(ByKeys, CheckpointCB(tmp_path)), 1)
     assert not any("opt.numbers" in str(o.message) for o in told)
+
+
+@pytest.mark.parametrize("opt_func", [optim.Adam, Proximal, Lookahead, BothTold])
+def test_a_fit_with_keep_opt_goes_on_with_what_was_loaded(opt_func, tmp_path):
+    whole = fit(make(opt_func), 1)
+    whole.fit(1, valid=False, keep_opt=True)
+    fit(make(opt_func, CheckpointCB(tmp_path)), 1)
+    again = make(opt_func)
+    with torch.no_grad():
+        again.model.weight.zero_()
+    again.load(tmp_path)
+    again.fit(1, valid=False, keep_opt=True)
+    assert torch.equal(again.model.weight, whole.model.weight)
