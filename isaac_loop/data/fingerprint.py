@@ -288,10 +288,16 @@ def _settings(found):
     shown = [(name, _setting(value)) for name,value in own]
     return ', '.join(f'{name}={text}' for name,text in shown if text is not None)
 
+def _long_setting(v):
+    "Shape and two sums of a long tensor"
+    flat = v.flatten()[::-(-v.numel()//2**20)].cpu().double().nan_to_num(0.1, 0.2, 0.3)
+    return f'{tuple(v.shape)} numbers ({float(flat.norm()):.4g}, {float(flat@_weights(len(flat))):.4g})'
+
 def _setting(v):
     if isinstance(v, (str, Number)) or v is None: return repr(v)[:80]
-    if isinstance(v, torch.Tensor) and v.numel() <= 64:
-        return None if v.is_complex() else [float(f'{o:.4g}') for o in v.detach().flatten().tolist()]
+    if isinstance(v, torch.Tensor) and not v.is_complex():
+        if v.numel() <= 64: return [float(f'{o:.4g}') for o in v.detach().flatten().tolist()]
+        return _long_setting(v.detach()) if v.layout == torch.strided and not v.is_meta else None
     if callable(v) and hasattr(v, '__qualname__'): return v.__qualname__
 
 # %% ../../nbs/data/60_fingerprint.ipynb #05deab4f
@@ -327,7 +333,7 @@ def tells(
     words:str, # What `described` gave
     name:str, # Of a buffer of the module that was described
     x, # A tensor
-)->bool: # Not of a long one, which is not told
+)->bool: # Not of a complex one, which is not told
     "Whether the buffer had just these numbers when it was described"
     text = _setting(x)
     return text is not None and any(f'{before}{name}={text}' in words for before in '( ')

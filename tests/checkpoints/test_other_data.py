@@ -441,6 +441,14 @@ def weighed(preds, targs, weight=0.5):
     return weight * F.cross_entropy(preds, targs)
 
 
+class LongLoss(nn.CrossEntropyLoss):
+    "Has a buffer of many numbers"
+
+    def __init__(self, many):
+        super().__init__()
+        self.register_buffer("many", many)
+
+
 @pytest.mark.parametrize(
     "first,then,words",
     [
@@ -448,6 +456,7 @@ def weighed(preds, targs, weight=0.5):
         (weighed, partial(weighed, weight=2.0), "weight=2"),
         (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1), "label_smoothing=0.1"),
         (lambda p, t: 0.5 * weighed(p, t), lambda p, t: 0.25 * weighed(p, t), "lambda"),
+        (LongLoss(torch.ones(100)), LongLoss(torch.ones(100).index_fill(0, torch.tensor([7]), 5.0)), "long"),
     ],
 )
 def test_another_loss_is_told(first, then, words, tmp_path, recwarn):
