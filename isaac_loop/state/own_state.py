@@ -171,7 +171,7 @@ def _warn_of_outside(self:OwnState, owners, marker):
     warn(_OUTSIDE.format(_listed([_path(*o) for o in new]), them, them, who, name, who, name))
 
 # %% ../../nbs/state/38_own_state.ipynb #16e030b1
-_CANNOT = ('{} changed during this fit and cannot be kept in a checkpoint, so a run that goes on will make '
+_CANNOT = ('{} {} and cannot be kept in a checkpoint, so a run that goes on will make '
            '{} anew and may be another run. '
            'Keep numbers, tensors and containers of them in attributes, {}'
            'or, if nothing is lost, say so in its class: `stateless = {!r}`.')
@@ -209,7 +209,7 @@ def take(self:OwnState,
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
     if of is not None: return found
     self.first.note(keeper.marker, owners, self._changed, self.begin, self.ready)
-    if unkept: _warn_of_lost(unkept)
+    if unkept: _warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))
     self.told.update(unkept)
     self._warn_of_outside(owners, keeper.marker)
     return found
@@ -233,6 +233,11 @@ def _deleted(self:OwnState, trainer, name, owner, own):
     return gone if gone and any(name in holders(cb) for cb in trainer.callbacks) else []
 
 @patch
+def _is_as_ready(self:OwnState, marker, owners, name, k):
+    "Whether a value is what stood there when the fit was ready, as what an optimizer has made"
+    return part_of(self.ready.get(name), k) == marker.mark(owners[name][1][k])
+
+@patch
 def _is_missed(self:OwnState, marker, name, k, x, of_opt):
     "Whether to tell that a value is lost; of an optimizer also one that it was made with, if it is numbers"
     if not of_opt: return not self._is_output(name, k, x)
@@ -250,13 +255,14 @@ def _exactly(state, name, copy):
     except UnsaveableState: odd = [k for k,x in state.items() if not is_plain(x)]
     return plain({k: x for k,x in state.items() if k not in odd}, name, copy, exact=True),odd
 
-def _warn_of_lost(unkept):
-    "Say what will be made anew when a run goes on"
+def _warn_of_lost(unkept, was_made):
+    "Say what will be made anew when a run goes on; it has changed, or `was_made` when the fit began"
     what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
     asked = [name for name,_ in unkept if name != 'loss_func' and not is_part(name)]
     instead = _OF_CALLBACK if asked else '' # Nobody asks a loss, or a model
     if not asked and any(name == OPT for name,_ in unkept): instead = _OF_OPT
-    warn(_CANNOT.format(what, them, instead, tuple(k for _,k in unkept)))
+    how = ['were', 'was'][len(unkept) == 1]+' made in this fit' if was_made else 'changed during this fit'
+    warn(_CANNOT.format(what, how, them, instead, tuple(k for _,k in unkept)))
 
 @patch
 def _kept(self:OwnState, keeper, name, own, also=()):

@@ -214,8 +214,9 @@ class _ExactWalk(_Walk):
 
     def unpack(self, place):
         "Keep tensors apart after all, one of which others share their memory with"
-        made,x,path,depth = self.packed[place]
-        for o in x: del self.packed[o.untyped_storage().data_ptr()]
+        made,x,*where = self.packed[place]
+        path,depth = where
+        for part in x: del self.packed[part.untyped_storage().data_ptr()]
         made |= {_KEPT: 'several', 'value': [self.walk(o, (path, i), depth) for i,o in enumerate(x)]}
 
     def walk(self, x, path=None, depth=0):

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/state/43_settings.ipynb #b0d01e63
 import inspect, math
+from itertools import chain
 from zlib import crc32
 
 import torch
@@ -50,7 +51,7 @@ def _look_of(x, world=()):
     if not all(_has_numbers(o) or type(o) in SIMPLE for o in values): return None
     if any(id(o) in world for o in values): return None
     names = repr(list(x)) if type(x) is dict else ''
-    try: return [names, *(part for o in values for part in _seen(o))]
+    try: return [names, *chain.from_iterable(map(_seen, values))]
     except Exception: return None # A tensor of another sort
 
 def _has_numbers(x): return is_numeric(x) or (type(x).__module__ == 'numpy' and hasattr(x, 'dtype'))
