@@ -38,6 +38,12 @@ def _share(given):
     if is_number(given) and 0 <= given <= 1: return float(given)
     raise ValueError(_NO_SHARE.format(share=given))
 
+def _without_zero(options, n):
+    "The options, with a hair's breadth beside a share at which torch divides by zero in `n` updates"
+    share = options.get('pct_start', 0.3)
+    if share*n != 1: return options
+    return {**options, 'pct_start': share*(1+1e-9) if share < 1 else share*(1-1e-9)}
+
 class OneCycleSchedulerCB(BatchSchedulerCB):
     "One cycle of rate and momentum over the whole fit, with the fit's `lr` at its top"
     @delegates(lr_scheduler.OneCycleLR, but=['total_steps', 'epochs', 'steps_per_epoch', 'last_epoch'])
@@ -51,14 +57,13 @@ class OneCycleSchedulerCB(BatchSchedulerCB):
         if 'pct_start' in kwargs: kwargs['pct_start'] = _share(kwargs['pct_start'])
         check_curve(kwargs, ('div_factor', 'final_div_factor'), above=0)
         check_curve(kwargs, (), momenta, least=0, below=1)
-        try_out(lr_scheduler.OneCycleLR, kwargs, max_lr=1., total_steps=10)
+        try_out(lr_scheduler.OneCycleLR, _without_zero(kwargs, 10), max_lr=1., total_steps=10)
         self.opt,self.options = check_opt_name(opt),kwargs
 
     def _make(self, opt, trainer):
-        n,share = trainer.total_updates,self.options.get('pct_start', 0.3)
+        n = trainer.total_updates
         tops = _tops(opt, float(trainer.lr), own=trainer.opt_func is None and self.opt == 'opt')
-        options = dict(self.options)
-        if share*n == 1: options['pct_start'] = share*(1+1e-9) # Otherwise torch divides by zero
+        options = _without_zero(self.options, n)
         try: return lr_scheduler.OneCycleLR(opt, tops, total_steps=n, **options)
         except ValueError as e:
             if 'cycle_momentum' in str(e): e.add_note(_NO_MOMENTUM.format(opt=type(opt).__name__))

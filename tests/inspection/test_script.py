@@ -127,6 +127,12 @@ def test_the_script_trains_to_the_same_weights_and_rows(names, monkeypatch):
     both(lambda: make_trainer([BasicTrainCB(), *(PARTS[name]() for name in names)]), monkeypatch)
 
 
+@pytest.mark.parametrize("share, n_gather", [(0.0, 1), (1.0, 1), (1.0, 1000), (0.25, 1)])
+def test_a_cycle_is_written_for_each_share_and_length(share, n_gather, monkeypatch):
+    callbacks = lambda: [BasicTrainCB(), AccumulationCB(n_gather), OneCycleSchedulerCB(pct_start=share)]
+    both(lambda: make_trainer(callbacks()), monkeypatch, n_epochs=1)
+
+
 @pytest.mark.parametrize(
     "names", [("metrics",), ("clipping", "one cycle"), ("average", "metrics")], ids=" + ".join
 )

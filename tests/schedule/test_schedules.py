@@ -520,7 +520,8 @@ def test_one_cycle_says_what_to_do_without_momentum():
 @pytest.mark.shows("ISA-77", "F041")
 @pytest.mark.parametrize(
     "n, share, three",
-    [(1, 0.3, False), (2, 0.5, False), (4, 0.25, False), (4, 0.25, True), (5, 1.0, False), (5, 0.0, False)],
+    [(1, 0.3, False), (2, 0.5, False), (4, 0.25, False), (4, 0.25, True), (5, 1.0, False), (5, 0.0, False)]
+    + [(10, 0.1, False), (10, 0.1, True), (1, 1.0, False), (1, 1.0, True)],
 )
 def test_one_cycle_manages_runs_on_which_torch_divides_by_zero(n, share, three):
     found = rates(OneCycleSchedulerCB(pct_start=share, three_phase=three), n_epochs=1, n=n)

@@ -58,8 +58,9 @@ class OneCycle(BatchScheduler):
         total = w.total_updates()
         share = options.get('pct_start', 0.3)
         text = self.torchs('OneCycleLR', tops, f'total_steps={total}', **options)
-        if abs(1/share - round(1/share)) < 1e-6: # Otherwise torch may divide by zero
-            other = f'{share!r} if {share!r} * {total} != 1 else {share*(1+1e-9)!r}'
+        if share and abs(1/share - round(1/share)) < 1e-6: # Otherwise torch may divide by zero
+            beside = share*(1+1e-9) if share < 1 else share*(1-1e-9)
+            other = f'{share!r} if {share!r} * {total} != 1 else {beside!r}'
             text = text.replace(f'pct_start={share!r}', f'pct_start={other}')
         return text
 
