@@ -52,6 +52,12 @@ _NO_UPDATE = ('The training pass of epoch {} ended without an update that the lo
               'averages and checkpoints stand still. Let `{}.one_batch` update by '
               "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
 
+def _has_reason(trainer, steps):
+    "Whether a pass may rightly have no update: its steps are left to callbacks, or no batch came to its end"
+    n_begun = vars(trainer).get('batch_num', trainer.start_batch-1) + 1 - trainer.start_batch
+    none_ended = not steps.n and trainer.plan.n_cut >= n_begun
+    return none_ended or 'step' in trainer.plan.names_run()
+
 def warn_of_own_batch(
     trainer, # A pass has ended
     n_updates:int, # Updates before it
@@ -60,7 +66,7 @@ def warn_of_own_batch(
     "Warn when nobody was told of the batches of a pass, or knows of any update"
     told,seen = trainer.plan.told,trainer.plan.batch_seen # Each is told once for each trainer
     none_known = trainer._training and trainer.n_updates == n_updates
-    without = none_known and (trainer.plan['step'] or steps.n)
+    without = none_known and (trainer.plan['step'] or steps.n) and not _has_reason(trainer, steps)
     if without and 'update' not in told:
         told.add('update')
         warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))

@@ -245,7 +245,7 @@ def one_pass(
     expected = trainer.n_batches # By the loader itself
     set_mode(trainer.model, training)
     trainer.plan.select(training)
-    trainer.plan.batch_seen = False
+    trainer.plan.batch_seen,trainer.plan.n_cut = False,0
     n_updates,steps = trainer.n_updates,pass_checks.StepCounter() if has_own_batch(trainer) else None
     try:
         if steps: steps.watch(trainer)

@@ -44,6 +44,7 @@ class Plan(dict):
         self.events = EVENTS + own_events(trainer_class, self.own_spans) if like is None else like.events
         self.training = True # The kind of pass whose handlers are in use
         self.batch_seen = False # Has the span of a batch been run in this pass?
+        self.n_cut = 0 # How many of its batches were cancelled, and 1 more if all of it was
         self.spans = [] # Open now, outermost first
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already

@@ -22,6 +22,8 @@ def in_span(
     "`f` with `span` around it"
     before,after,cleanup = span.before,span.after,span.cleanup
     own = span.name not in SPANS # A subclass's span; callbacks answer its plain name too
+    own_step = names is None and span.name in STEPS # Its own way of doing a step, which no chain tells of
+    is_cut = span.name in ('epoch', 'batch')
     @wraps(f)
     def wrapped(trainer, *args, **kwargs):
         plan,result = trainer.plan,None
@@ -30,12 +32,14 @@ def in_span(
             in_one = names and plan.uses_chains and not args and not kwargs
             if in_one: run_chain(trainer, names[plan.training])
             else:
+                if own_step: plan.run_before.update((before, after, cleanup))
                 if plan[before]: run_event(trainer, before)
                 result = f(trainer, *args, **kwargs)
                 if own: run_event(trainer, span.name)
                 if plan[after]: run_event(trainer, after)
         except BaseException as error:
             if not close_span(trainer, span, error): raise
+            plan.n_cut += is_cut
         else:
             if plan[cleanup] or plan.leaving: close_span(trainer, span)
             else: plan.spans.pop()

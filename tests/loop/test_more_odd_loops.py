@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 import isaac_loop.evaluate.evaluation  # noqa: F401  (brings `get_preds` and `validate`)
-from isaac_loop import CancelBatchException, CancelStepException, DataLoaders, Trainer, set_seed, with_cbs
+from isaac_loop import CancelBatchException, CancelEpochException, CancelStepException
+from isaac_loop import DataLoaders, Trainer, set_seed, with_cbs
 from isaac_loop.callbacks import (
     AccumulationCB,
     BasicTrainCB,
@@ -617,6 +618,105 @@ def test_events_that_a_batch_of_ones_own_runs_are_known(extra):
     watch = WatchCB()
     trainer = Own(DataLoaders(rows), F.mse_loss, optim.SGD, nn.Linear(3, 1), [watch, LeavesCB()])
     assert said_by(lambda: trainer.fit(1, valid=False)) == [] and watch.heard == 1
+
+
+class Usual(Trainer):
+    "Does in a batch of its own what the loop does"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward", "step", "zero_grad")
+
+
+class LeavesOut(ByHand):
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        if self.training:
+            raise CancelBatchException
+        ByHand.one_batch.__wrapped__(self)
+
+
+class CancelsCB:
+    "Only validates"
+
+    def __init__(self, event, exception):
+        setattr(self, event, lambda trainer: self._cancel(trainer, exception))
+
+    def _cancel(self, trainer, exception):
+        if trainer.training:
+            raise exception
+
+
+class AllOverflowedCB:
+    def before_step(self, trainer):
+        raise CancelStepException
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        CancelsCB("before_epoch", CancelEpochException),
+        CancelsCB("before_batch", CancelBatchException),
+        CancelsCB("after_predict", CancelBatchException),
+        CancelsCB("after_predict", CancelEpochException),
+        AllOverflowedCB(),
+    ],
+)
+@pytest.mark.parametrize("cls", [Usual, LeavesOut])
+def test_a_pass_in_which_callbacks_left_out_all_updates_is_not_put_down_to_a_batch_of_ones_own(cls, callback):
+    trainer = by_hand(callback, cls=cls)
+    assert said_by(lambda: trainer.fit(2)) == [] and trainer.n_updates == 0
+
+
+def test_an_uncounted_update_in_a_pass_that_was_cancelled_later_is_still_noticed():
+    class Uncounted(ByHand):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            ByHand.one_batch.__wrapped__(self)
+            self.n_updates -= self.training  # As if it did not count
+
+    def after_batch(trainer):
+        if trainer.training and trainer.batch_num == 2:
+            raise CancelEpochException
+
+    for callbacks in ([], [after_batch]):
+        (told,) = said_by(lambda: by_hand(*callbacks, cls=Uncounted).fit(1))
+        assert "ended without an update that the loop knows of" in told
+
+
+class OwnSpan(Trainer):
+    "Steps in the span of the library, by a method of its own"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.loss.backward()
+            self.my_step()
+            self.opt.zero_grad()
+
+    @with_cbs("step", CancelStepException)
+    def my_step(self):
+        self.opt.step()
+        self.n_updates += 1
+
+
+def test_who_answers_around_a_step_in_a_span_of_ones_own_has_not_waited_in_vain():
+    callbacks = [ClipGradCB(0.01), EMACB(), OneCycleSchedulerCB(cycle_momentum=False)]
+    torch.manual_seed(0)
+    own = by_hand(*copy.deepcopy(callbacks), cls=OwnSpan)
+    assert said_by(lambda: own.fit(2)) == []
+    torch.manual_seed(0)
+    usual = by_hand(*callbacks, cls=Usual)
+    usual.fit(2)
+    assert torch.equal(own.model.weight, usual.model.weight)
+
+    def after_backward(trainer): ...
+
+    (told,) = said_by(lambda: by_hand(EMACB(), after_backward, cls=OwnSpan).fit(1))
+    assert told.startswith("`after_backward.after_backward` waited in vain")
 
 
 # A batch that grows on the way
