@@ -14,7 +14,7 @@ from ..basics.checks import warn
 from ..basics.source_code import syntax_tree
 from ..basics.tensors import whole
 from ..loop.events import callback_name, handler_of
-from ..loop.handlers import trainers_own
+from ..loop.handlers import TrainersOwn, trainers_own
 from ..loop.pass_checks import held_optimizers
 from ..train.optimizer_options import parameters_beside
 
@@ -107,16 +107,68 @@ _REPLACED = ("`{who}.step` does not run: with 'float16' `{cb}` steps `trainer.{o
              'no step of an optimizer, and put parameters of another optimizer into a group of '
              "`trainer.{opt}`; or use 'bfloat16', with which each `step` runs.")
 
-def _only_steps(f, opt):
-    "Whether a method calls the step of `trainer.opt` and nothing else; None if its source does not tell"
+_MODES = {f'{start}{name}()' for start in ('torch.', '') for name in ('no_grad', 'enable_grad')}
+_KNOWN_DECORATORS = {*_MODES, 'override', 'typing.override'} # Others may leave the method out
+
+def _only_steps(f, opt, kind):
+    "Whether a method of a class does one step of `trainer.opt` and nothing else; None if nobody can tell"
+    if _is_usual(f): return True
     tree = syntax_tree(f)
     node = tree.body[0] if tree is not None and tree.body else None
     if not isinstance(node, ast.FunctionDef) or not node.args.args: return None
-    parts = [part for statement in node.body for part in ast.walk(statement)]
-    texts = {ast.unparse(o) for o in parts if isinstance(o, ast.Attribute)}
-    called = [ast.unparse(o.func) for o in parts if isinstance(o, ast.Call)]
-    held = f'{node.args.args[-1].arg}.{opt}'
-    return held in texts and called in ([f'{held}.step'], [f'{opt}.step'])
+    if any(ast.unparse(o) not in _KNOWN_DECORATORS for o in node.decorator_list): return None
+    trainer = node.args.args[len(node.args.args)-len(node.args.defaults)-1].arg
+    statements = list(_one_by_one(node.body, trainer))
+    rest = [o for o in statements if not _is_harmless(o)]
+    return len(rest) == 1 and _is_step(rest[0], _names_of(f'{trainer}.{opt}', statements), f, opt, kind)
+
+def _one_by_one(statements, trainer):
+    "Those in blocks that change nothing about them as well"
+    for node in statements:
+        if _is_neutral(node, trainer): yield from _one_by_one(node.body, trainer)
+        else: yield node
+
+def _is_neutral(node, trainer):
+    "Whether a block is always run, and in a mode in which an optimizer steps as ever"
+    if isinstance(node, ast.With): return all(ast.unparse(o.context_expr) in _MODES for o in node.items)
+    return isinstance(node, ast.If) and ast.unparse(node.test) == f'{trainer}.training' and not node.orelse
+
+def _is_harmless(node):
+    "Whether nothing of a statement is left but a local variable, or a number to look at"
+    if isinstance(node, (ast.Expr, ast.Return)):
+        return node.value is None or isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign):
+        return all(isinstance(o, ast.Name) for o in node.targets) and not _calls_in(node.value)
+    adds = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)
+    counts = adds and isinstance(node.value, ast.Constant) and isinstance(node.target, ast.Attribute)
+    return counts or isinstance(node, ast.Pass)
+
+def _calls_in(node): return [o for o in ast.walk(node) if isinstance(o, (ast.Call, ast.NamedExpr))]
+
+def _names_of(held, statements):
+    "What the optimizer is called in a method"
+    given = [(o.targets[0].id, ast.unparse(o.value)) for o in statements if _is_local(o)]
+    return {held} | {name for name,_ in given} - {name for name,value in given if value != held}
+
+def _is_local(node): return isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+
+def _is_step(node, names, f, opt, kind):
+    "Whether a statement calls the step of the optimizer, or a method of a base that does only that"
+    call = node.value if isinstance(node, (ast.Expr, ast.Return)) else None
+    func = call.func if isinstance(call, ast.Call) else None
+    if not (isinstance(func, ast.Attribute) and func.attr == 'step'): return False
+    if ast.unparse(func.value) in names: return not (call.args or call.keywords)
+    base = _step_of_base(ast.unparse(func.value), f, kind)
+    return base is not None and bool(_only_steps(base, opt, kind))
+
+def _step_of_base(name, f, kind):
+    "The method that `super()` or the name of a base stands for in the method `f` of a class, or None"
+    steps = [(o.__name__, vars(o)['step']) for o in kind.__mro__ if 'step' in vars(o)]
+    if not name.startswith('super('): return dict(steps).get(name)
+    methods = [step for _,step in steps]
+    own = getattr(f, '__func__', f)
+    after = methods[methods.index(own)+1:] if own in methods else []
+    return after[0] if after else None
 
 def warn_of_replaced(
     trainer, # Begins a fit
@@ -127,7 +179,8 @@ def warn_of_replaced(
     steps = [(cb, handler_of(cb, 'step')) for cb in everybody if getattr(cb, 'on_train', True)]
     steps = [(cb, f) for cb,f in steps if f is not None]
     for cb,f in steps:
-        only_steps = True if _is_usual(f) else _only_steps(f, scaler.opt)
+        kind = cb.trainer_class if isinstance(cb, TrainersOwn) else type(cb)
+        only_steps = _only_steps(f, scaler.opt, kind)
         is_fine = only_steps or (only_steps is None and len(steps) == 1)
         names = dict(who=callback_name(cb), cb=callback_name(scaler), opt=scaler.opt)
         message = _REPLACED.format(**names)

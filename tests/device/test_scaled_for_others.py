@@ -73,7 +73,8 @@ class AheadTrainer(Trainer):
 def told_in(callback, *others, cls=Trainer, half="float16"):
     "What is warned of in a fit, and the model afterwards"
     model, scaler = two_parts(), MixedPrecisionCB(half, init_scale=64.0)
-    callbacks = [BasicTrainCB(), callback, scaler, *others]
+    basic = [] if isinstance(callback, BasicTrainCB) else [BasicTrainCB()]
+    callbacks = [*basic, callback, scaler, *others]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         cls(DataLoaders(batches()), F.mse_loss, optim.SGD, model, callbacks).fit(2, lr=0.001, valid=False)
@@ -148,13 +149,89 @@ class NamedCB:
         opt.step()
 
 
+class LateCB:
+    def step(self, trainer):
+        if trainer.batch_num >= 2:
+            trainer.opt.step()
+
+
+class DecayCB:
+    def step(self, trainer):
+        for group in trainer.opt.param_groups:
+            group["lr"] *= 0.5
+        trainer.opt.step()
+
+
+class SetsCB:
+    def step(self, trainer):
+        trainer.opt.step()
+        trainer.last = trainer.batch_num
+
+
+class RefusesCB:
+    def step(self, trainer):
+        if trainer.batch_num > 99:
+            raise RuntimeError
+        trainer.opt.step()
+
+
+class EarlyCB:
+    def step(self, trainer):
+        if trainer.batch_num < 2:
+            return
+        trainer.opt.step()
+
+
+class TwiceCB:
+    def step(self, trainer):
+        trainer.opt.step()
+        trainer.opt.step()
+
+
+class LaterCB(LateCB):
+    def step(self, trainer):
+        super().step(trainer)
+
+
+class WithoutGradCB:
+    def step(self, trainer):
+        with torch.no_grad():
+            trainer.opt.step()
+
+
+class MarkedCB:
+    @torch.no_grad()
+    def step(self, trainer):
+        return trainer.opt.step()
+
+
+class CallsBaseCB(BasicTrainCB):
+    def step(self, trainer):
+        super().step(trainer)
+
+
+class CallsBaseTwiceRemovedCB(CallsBaseCB):
+    def step(self, trainer):
+        "Only that"
+        CallsBaseCB.step(self, trainer)
+
+
+class WhileTrainingCB:
+    def step(self, trainer, scale=1):
+        if trainer.training:
+            trainer.opt.step()
+
+
 class OwnStep(Trainer):
     def step(self):
         self.opt.step()
         self.n_steps = getattr(self, "n_steps", 0) + 1
 
 
-@pytest.mark.parametrize("callback", [HeadCB("step"), CountsCB()])
+@pytest.mark.parametrize(
+    "callback",
+    [HeadCB("step"), CountsCB(), LateCB(), DecayCB(), SetsCB(), RefusesCB(), EarlyCB(), TwiceCB(), LaterCB()],
+)
 def test_who_does_more_in_a_step_that_is_left_out_is_named(callback):
     name = type(callback).__name__
     told, _ = told_in(callback)
@@ -162,7 +239,10 @@ def test_who_does_more_in_a_step_that_is_left_out_is_named(callback):
     assert told_in(callback, half="bfloat16")[0] == []
 
 
-@pytest.mark.parametrize("callback", [PlainCB(), NamedCB()])
+PLAIN = PlainCB, NamedCB, WithoutGradCB, MarkedCB, CallsBaseCB, CallsBaseTwiceRemovedCB, WhileTrainingCB
+
+
+@pytest.mark.parametrize("callback", [cls() for cls in PLAIN], ids=lambda o: type(o).__name__)
 def test_a_plain_step_that_is_left_out_is_not_missed(callback):
     assert told_in(callback)[0] == []
 
