@@ -13,8 +13,10 @@ from torch.amp import GradScaler, autocast
 from ..basics.checks import check_number, warn
 from ..basics.settings import show_settings
 from .other_optimizers import gradients_beside, optimizers_beside, place_of_grad
-from .other_optimizers import SCALED, warn_of_replaced
+from .other_optimizers import BY_HAND, SCALED, StepsByHand, warn_of_replaced
 from ..loop.events import CancelException, CancelStepException, Order, at_order, replaces
+from ..loop.events import callback_name
+from ..loop.handlers import has_own_batch
 from ..loop.optimizer import check_opt_name, one_optimizer
 from ..train.closures import refuse_closure
 
@@ -38,6 +40,7 @@ class MixedPrecisionCB:
         self._open,self._loss,self._unscaled = None,None,False # Autocast, the true loss, whether unscaled
         self._tried,self._overflowed = 0,0 # Steps of this pass
         self._beside = self._unseen = () # Other optimizers of the model; those with no gradient yet
+        self._by_hand = None # In a batch of the user's own: does it step by hand?
 
     def before_fit(self, trainer):
         "Begin with a new scaler"
@@ -53,9 +56,11 @@ class MixedPrecisionCB:
         self._unscaled = False
 
     def cleanup_fit(self, trainer):
-        "Look at no other optimizer any more"
+        "Look at no optimizer any more"
         for other in self._beside: other.close()
+        if self._by_hand is not None: self._by_hand.close()
         self._beside = self._unseen = ()
+        self._by_hand = None
 
 # %% ../../nbs/device/20_precision.ipynb #dfba8f07
 @patch
@@ -98,6 +103,10 @@ def _see_others(self:MixedPrecisionCB, trainer):
     opts = [getattr(trainer, name, None) for name in names]
     self._others,self._beside = gradients_beside(trainer, opts),optimizers_beside(trainer, opts, self.opt)
     self._unseen = self._beside
+    opt = getattr(trainer, self.opt, None)
+    if not has_own_batch(trainer) or not hasattr(opt, 'register_step_pre_hook'): return
+    message = BY_HAND.replace('{opt}', self.opt).replace('{cb}', callback_name(self))
+    self._by_hand = StepsByHand(opt, self.scaler, message)
 
 @patch
 def _warn_of_scaled(self:MixedPrecisionCB):
@@ -114,6 +123,7 @@ def before_backward(self:MixedPrecisionCB, trainer):
     trainer.loss = self.scaler.scale(trainer.loss)
     if self._others is None: self._see_others(trainer)
     for other in self._unseen: other.begin()
+    if self._by_hand is not None: self._by_hand.begin()
 
 @patch
 def _is_scaled(self:MixedPrecisionCB, trainer):
@@ -126,6 +136,7 @@ def after_backward(self:MixedPrecisionCB, trainer):
     "Put the true loss back, before anybody looks at it, and measure what others may step with"
     self._give_back(trainer)
     if self._unseen: self._unseen = [o for o in self._unseen if not o.note(self.scaler.get_scale())]
+    if self._by_hand is not None: self._by_hand.note()
 
 @patch
 def _give_back(self:MixedPrecisionCB, trainer):
@@ -141,12 +152,19 @@ def cleanup_backward(self:MixedPrecisionCB, trainer):
     self._scaled = [(path, p, p.grad) for path,p,*before in self._others if place_of_grad(p.grad) != before]
     self._others = ()
 
+_NOT_SCALED = ('`{cb}` has come to a step, and no loss was scaled before it, so it cannot tell how large the '
+               'gradients are: it scales `trainer.loss` in the event `backward`, which was not run. Let '
+               "`one_batch` go backward by `self.run_callbacks('backward')`, in place of "
+               "`self.loss.backward()`; or use 'bfloat16', which scales nothing.")
+
 @patch
 def before_step(self:MixedPrecisionCB, trainer):
     "Un-scale the gradients, so that whoever clips them sees the true ones"
     if not self.scaler.is_enabled(): return
     if self._scaled: self._warn_of_scaled()
-    self.scaler.unscale_(one_optimizer(trainer, self.opt, type(self).__name__))
+    opt = one_optimizer(trainer, self.opt, type(self).__name__)
+    try: self.scaler.unscale_(opt)
+    except AssertionError as error: raise RuntimeError(_NOT_SCALED.format(cb=callback_name(self))) from error
     self._unscaled = True
 
 # %% ../../nbs/device/20_precision.ipynb #1937e3a1

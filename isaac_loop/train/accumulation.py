@@ -20,7 +20,7 @@ from ..loop.passes import rows_here
 from ..loop.shared_attributes import offering
 from .closures import refuse_closure
 from .example_losses import reduction_of
-from .optimizer_options import parameters_beside, parameters_of
+from .optimizer_options import StepGuard, parameters_beside, parameters_of
 from ..basics.tensors import batch_weight
 from ..basics.old_names import old_words
 
@@ -70,6 +70,10 @@ _NOT_HEARD = ('`{cls}.one_batch` has come to a step with gradients of which `Acc
               'without the event `backward` it counts no batch, and lets no update come. ' + _BY_EVENTS)
 _GONE = ('The gradients that `AccumulationCB` had gathered are gone at batch {i}, so the update would not be '
          'that of the big batch: `{cls}.one_batch` clears them itself. ' + _BY_EVENTS)
+_STEPPED = ('In batch {i} `trainer.opt` was about to step outside the event `step`, with gradients that '
+            '`AccumulationCB` is still gathering, so the update would not be that of the big batch. Let '
+            "`{cls}.one_batch` step by `self.run_callbacks('step')`, in place of `self.opt.step()` and of "
+            'counting it: that does nothing until a window is complete.')
 
 @old_words
 class AccumulationCB:
@@ -86,6 +90,7 @@ class AccumulationCB:
         self.weigh,self._params = weigh,None
         self._several,self._exchange,self._told = False,None,False
         self._own,self._heard = False,False # A batch of the user's own, and a `backward` in this fit
+        self._guard = None # Then it is seen whether the optimizer steps on its own
         self._forget()
 
     def before_fit(self, trainer):
@@ -102,8 +107,9 @@ class AccumulationCB:
         if n: trainer.updates_per_epoch = math.ceil(n/self.n_batches)
 
     def cleanup_fit(self, trainer):
-        "Let go of the parameters"
-        self._params = None
+        "Let go of the parameters, and of the optimizer"
+        if self._guard is not None: self._guard.close()
+        self._params = self._guard = None
 
     def _forget(self):
         "No window is open"
@@ -133,6 +139,14 @@ def _check_there(self:AccumulationCB, trainer):
     raise RuntimeError(_GONE.format(i=trainer.batch_num, cls=type(trainer).__name__))
 
 @patch
+def _see_steps(self:AccumulationCB, trainer):
+    "Refuse a step of the optimizer while a window is open; whoever closes it has divided the sum"
+    def look():
+        if self.n: raise RuntimeError(_STEPPED.format(i=trainer.batch_num, cls=type(trainer).__name__))
+    takes_hooks = hasattr(getattr(trainer, 'opt', None), 'register_step_pre_hook')
+    if takes_hooks and self._guard is None: self._guard = StepGuard(trainer.opt, look)
+
+@patch
 def _weight_of(self:AccumulationCB, trainer):
     "How much the batch weighs beside the first of its window"
     if self.weigh in ('mean', 'sum'): return 1.
@@ -146,6 +160,7 @@ def before_backward(self:AccumulationCB, trainer):
     "Weigh the loss"
     self._complete = False
     if self._several: return
+    if self._own and not self._heard: self._see_steps(trainer)
     self._loss,self._heard = trainer.loss,True
     if self.n == 0: self._put_aside()
     elif self._own: self._check_there(trainer)

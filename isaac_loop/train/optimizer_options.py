@@ -71,3 +71,17 @@ class BeforeSchedule:
                 if name in old: put_option(group, name, old[name])
         wrapped = hasattr(self.opt.step, '_wrapped_by_lr_sched')
         if wrapped and not self._own_step: vars(self.opt).pop('step', None)
+
+# %% ../../nbs/train/70_optimizer_options.ipynb #154cf215
+class StepGuard:
+    "Has a function called before each step of an optimizer, until it is closed; as a copy it is None"
+    def __init__(self,
+        opt, # PyTorch's
+        ask, # A function without arguments, which may refuse the step
+    ): self._handle = opt.register_step_pre_hook(lambda *args: ask())
+
+    def close(self):
+        "Ask no more"
+        self._handle.remove()
+
+    def __reduce__(self): return type(None),()

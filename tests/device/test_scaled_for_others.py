@@ -1,6 +1,7 @@
 """Another optimizer than the one whose gradients `MixedPrecisionCB` scales (`device/other_optimizers.py`)."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from isaac_loop.device.precision import MixedPrecisionCB
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.training import BasicTrainCB
 from isaac_loop.data.dataloaders import DataLoaders
-from isaac_loop.loop.events import CancelBatchException
+from isaac_loop.loop.events import CancelBatchException, CancelStepException
 from isaac_loop.loop.spans import with_cbs
 from isaac_loop.loop.trainer import Trainer
 
@@ -255,3 +256,142 @@ def test_a_step_of_the_trainer_that_is_left_out_is_named():
     parts = DataLoaders(batches()), F.mse_loss, optim.SGD, two_parts(), [Rest(), MixedPrecisionCB("float16")]
     with pytest.warns(UserWarning, match="`OwnStep.step` does not run: with 'float16'"):
         OwnStep(*parts).fit(1, valid=False)
+
+
+# Steps by hand
+
+
+class StepsItself(Trainer):
+    "Leaves only the step to itself"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward")
+            self.make_ready()
+            self.update()
+            self.n_updates += 1
+            self.run_callbacks("zero_grad")
+
+    def make_ready(self):
+        pass
+
+    def update(self):
+        self.opt.step()
+
+
+class Divides(StepsItself):
+    def make_ready(self):
+        for p in self.model.parameters():
+            p.grad /= self.MixedPrecisionCB.scaler.get_scale()
+
+
+class DividesElsewhere(StepsItself):
+    def make_ready(self):
+        for p in self.model.parameters():
+            p.grad = p.grad / self.MixedPrecisionCB.scaler.get_scale()
+
+
+class Unscales(StepsItself):
+    def make_ready(self):
+        self.MixedPrecisionCB.scaler.unscale_(self.opt)
+
+    def update(self):
+        self.opt.step()
+        self.MixedPrecisionCB.scaler.update()
+
+
+class StepsByScaler(StepsItself):
+    def update(self):
+        self.MixedPrecisionCB.scaler.step(self.opt)
+        self.MixedPrecisionCB.scaler.update()
+
+
+class BackwardAnew(StepsItself):
+    "The scaled gradients only for a look at them"
+
+    def make_ready(self):
+        self.opt.zero_grad()
+        self.run_callbacks("predict", "get_loss")
+        self.loss.backward()
+
+
+class StepsInSpan(StepsItself):
+    @with_cbs("step", CancelStepException)
+    def update(self):
+        self.opt.step()
+
+
+class StepsByEvent(StepsItself):
+    def update(self):
+        self.run_callbacks("step")
+
+
+def fitted(cls, scale=64.0, n_epochs=2, **options):
+    model, callbacks = two_parts(), [BasicTrainCB(), MixedPrecisionCB("float16", init_scale=scale)]
+    trainer = cls(DataLoaders(batches()), F.mse_loss, partial(optim.SGD, **options), model, callbacks)
+    trainer.fit(n_epochs, lr=0.001, valid=False)
+    return trainer
+
+
+@pytest.mark.parametrize("scale", [64.0, 2.0**40])
+@pytest.mark.parametrize("options", [{}, dict(fused=True)], ids=str)
+def test_a_step_by_hand_with_scaled_gradients_is_refused_before_it_is_made(scale, options):
+    "Also with gradients that have overflowed"
+    seen = []
+
+    class Watched(StepsItself):
+        def make_ready(self):
+            seen.append([p.detach().clone() for p in self.model.parameters()])
+
+        def update(self):
+            try:
+                self.opt.step()
+            finally:
+                assert all(map(torch.equal, seen[0], self.model.parameters()))
+
+    with pytest.raises(
+        RuntimeError, match=r"outside the event `step`.*times as large.*run_callbacks\('step'\)"
+    ):
+        fitted(Watched, scale, **options)
+    assert len(seen) == 1
+
+
+RIGHT = Divides, DividesElsewhere, Unscales, StepsByScaler, BackwardAnew, StepsInSpan, StepsByEvent
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [{}, dict(fused=True)], ids=str)
+@pytest.mark.parametrize("cls", RIGHT)
+def test_a_step_by_hand_with_gradients_that_were_divided_is_right(cls, options):
+    trainer = fitted(cls, **options)
+    usual = fitted(Trainer, **options)
+    assert trainer.opt._optimizer_step_pre_hooks == {}
+    for ours, theirs in zip(trainer.model.parameters(), usual.model.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_a_factor_of_one_scales_nothing():
+    assert fitted(StepsItself, 1.0).n_updates == 8
+
+
+def test_a_step_after_a_backward_by_hand_says_what_is_missing():
+    class BackwardByHand(StepsItself):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            self.run_callbacks("predict", "get_loss")
+            self.loss.backward()
+            self.run_callbacks("step", "zero_grad")
+
+    with pytest.raises(RuntimeError, match=r"no loss was scaled before it.*run_callbacks\('backward'\)"):
+        fitted(BackwardByHand)
+
+    class ScalesItself(StepsItself):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            self.run_callbacks("predict", "get_loss")
+            self.MixedPrecisionCB.scaler.scale(self.loss).backward()
+            self.run_callbacks("step", "zero_grad")
+
+    assert fitted(ScalesItself).n_updates == 8

@@ -778,3 +778,48 @@ def every_second(trainer):
 def test_a_batch_of_ones_own_with_all_events_gathers_as_the_built_in_one(lines):
     own, built_in = fitted(own_batch(*lines)), fitted(Trainer, BasicTrainCB())
     assert own.n_updates == 3 and torch.equal(weights(own), weights(built_in))
+
+
+def by_hand(trainer):
+    trainer.opt.step()
+    trainer.n_updates += 1
+
+
+def test_a_step_by_hand_in_the_middle_of_a_window_is_refused_before_it_is_made():
+    "Each batch stepped with the sum of all so far"
+    before = make_model()
+    trainers = []
+
+    class NoteCB:
+        def before_fit(self, trainer):
+            trainers.append(trainer)
+
+    own = own_batch(run("backward"), by_hand, run("zero_grad"))
+    with pytest.raises(RuntimeError, match="In batch 0 .* outside the event `step`.*`Own.one_batch` step by"):
+        fitted(own, NoteCB())
+    (trainer,) = trainers
+    assert all(map(torch.equal, trainer.model.parameters(), before.parameters()))
+    assert trainer.opt._optimizer_step_pre_hooks == {}
+
+
+def test_a_step_in_a_span_of_ones_own_and_one_of_another_optimizer_are_right():
+    class InSpan(StepsAsMethods):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            self.run_callbacks("predict", "get_loss", "backward")
+            self.critic.zero_grad()
+            self.update()
+            self.run_callbacks("zero_grad")
+            self.loss_func(self.critic(self.batch[0]), self.batch[1]).backward()
+            self.opt_c.step()
+
+        @with_cbs("step", CancelStepException)
+        def update(self):
+            by_hand(self)
+
+        def before_fit(self):
+            self.critic = nn.Linear(3, 1).double()
+            self.opt_c = optim.SGD(self.critic.parameters(), 0.1)
+
+    own, built_in = fitted(InSpan), fitted(Trainer, BasicTrainCB())
+    assert own.n_updates == 3 and torch.equal(weights(own), weights(built_in))
