@@ -25,6 +25,10 @@ SCALED = ('`{path}` has got a gradient through `trainer.loss`, which `MixedPreci
           'only the gradients in `trainer.{opt}` are divided by the scale again: an optimizer of its own '
           'would step much too far. Put it into a group of `trainer.{opt}`, divide its gradient by '
           "`scaler.get_scale()` of this callback, or use 'bfloat16'.")
+OVERFLOWED = ('`{path}` has got a gradient that is not finite, and an optimizer of its own was about to step '
+              'with it, which spoils the weights. `MixedPrecisionCB` scales `trainer.loss` until gradients '
+              'overflow, and leaves out such steps of `trainer.{opt}` alone. Put it into a group of '
+              "`trainer.{opt}`, leave such steps out, or use 'bfloat16'.")
 
 def place_of_grad(
     grad, # A gradient, or None
@@ -56,8 +60,10 @@ class Beside:
         opt, # PyTorch's
         parameters:list, # Those of the model that it holds, each with its path
         message:str, # Has a place for `path`
+        overflow:str, # Likewise, for a gradient that is not finite
     ):
-        self.parameters,self.message = parameters,message
+        self.parameters,self.message,self.overflow = parameters,message,overflow
+        self.spoilt = None # One that was not finite when it came
         self.path,self.p,self.limit = None,None,None # The one that is measured; above it is scaled
         self.before,self._handle = [],opt.register_step_pre_hook(self._look)
 
@@ -72,19 +78,22 @@ class Beside:
         for (path,p),before in zip(self.parameters, self.before):
             has_come = p.grad is not None and place_of_grad(p.grad) != before
             size = _size(p.grad) if has_come else 0
-            if not 0 < size < math.inf: continue
-            self.path,self.p,self.limit = path,p,size/scale**0.5
-            return True
+            if not math.isfinite(size): self.spoilt = self.spoilt or (path, p)
+            elif size:
+                self.path,self.p,self.limit = path,p,size/scale**0.5
+                return True
         return False
 
     def _look(self, opt, *args):
-        "Before the first step with it: warn if nobody has divided it"
-        if self.p is None or self.p.grad is None: return
-        size = _size(self.p.grad)
-        if not math.isfinite(size): return
+        "Before the first step with it: warn if nobody has divided it, or if it is not finite"
+        there = [(path, p) for path,p in (self.spoilt or (None, None), (self.path, self.p)) if p is not None]
+        sizes = {path: _size(p.grad) for path,p in there if p.grad is not None}
+        not_finite = [path for path,size in sizes.items() if not math.isfinite(size)]
+        if not not_finite and self.path not in sizes: return
         self.close()
-        divides_itself = getattr(opt, 'grad_scale', None) is not None # A fused one, in the hands of a scaler
-        if size > self.limit and not divides_itself: warn(self.message.format(path=self.path))
+        if getattr(opt, 'grad_scale', None) is not None: return # A fused one, in the hands of a scaler
+        if not_finite: warn(self.overflow.format(path=not_finite[0]))
+        elif sizes[self.path] > self.limit: warn(self.message.format(path=self.path))
 
     def close(self):
         "Look at no further step"
@@ -100,8 +109,8 @@ def optimizers_beside(
     free = [(f'trainer.model.{path}', p) for path,p in named if id(p) not in held]
     found = {id(opt): opt for owner in (trainer, *trainer.callbacks) for opt in held_optimizers(owner)}
     parts = [(opt, [(path, p) for path,p in free if id(p) in _held_by([opt])]) for opt in found.values()]
-    message = SCALED.replace('{opt}', name)
-    return [Beside(opt, part, message) for opt,part in parts if part]
+    messages = [o.replace('{opt}', name) for o in (SCALED, OVERFLOWED)]
+    return [Beside(opt, part, *messages) for opt,part in parts if part]
 
 # %% ../../nbs/device/18_other_optimizers.ipynb #53c608e6
 BY_HAND = ('`trainer.{opt}` was about to step outside the event `step`, with gradients that `{cb}` has '

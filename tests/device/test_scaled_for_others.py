@@ -71,9 +71,9 @@ class AheadTrainer(Trainer):
             self.run_callbacks("step", "zero_grad")
 
 
-def told_in(callback, *others, cls=Trainer, half="float16"):
+def told_in(callback, *others, cls=Trainer, half="float16", scale=64.0):
     "What is warned of in a fit, and the model afterwards"
-    model, scaler = two_parts(), MixedPrecisionCB(half, init_scale=64.0)
+    model, scaler = two_parts(), MixedPrecisionCB(half, init_scale=scale)
     basic = [] if isinstance(callback, BasicTrainCB) else [BasicTrainCB()]
     callbacks = [*basic, callback, scaler, *others]
     with warnings.catch_warnings(record=True) as told:
@@ -126,6 +126,36 @@ def test_an_optimizer_that_does_not_step_is_no_fault():
     trainer.opt, trainer.idle = opt, optim.SGD(model[2].parameters(), lr=0.001)
     trainer.fit(1, valid=False)
     assert not trainer.idle._optimizer_step_pre_hooks
+
+
+def clip(trainer):
+    nn.utils.clip_grad_norm_(trainer.model[2].parameters(), 1.0)
+
+
+def leave_out(trainer):
+    if not all(o.grad.isfinite().all() for o in trainer.model[2].parameters()):
+        trainer.opt_head.zero_grad()
+    else:
+        divide(trainer)
+
+
+def by_scaler(trainer):
+    trainer.MixedPrecisionCB.scaler.step(trainer.opt_head)
+    trainer.opt_head.zero_grad()
+
+
+@pytest.mark.parametrize("at", ["after_backward", "after_batch"])
+@pytest.mark.parametrize("first", [lambda trainer: None, divide, clip])
+def test_a_step_with_a_gradient_that_has_overflowed_is_named_once(first, at):
+    told, _ = told_in(HeadCB(at, first), scale=2.0**120)
+    told = [o for o in told if "in every one of" not in o]
+    assert [o[:56] for o in told] == ["`trainer.model.2.weight` has got a gradient that is not "]
+
+
+@pytest.mark.parametrize("first", [leave_out, by_scaler])
+def test_who_leaves_such_a_step_out_is_left_in_peace(first):
+    told, _ = told_in(HeadCB("after_backward", first), scale=2.0**120)
+    assert [o for o in told if "in every one of" not in o] == []
 
 
 # Steps that are left out
