@@ -64,7 +64,9 @@ class Beside:
     ):
         self.parameters,self.message,self.overflow = parameters,message,overflow
         self.spoilt = None # One that was not finite when it came
-        self.path,self.p,self.limit = None,None,None # The one that is measured; above it is scaled
+        self.n_looks = 10 # So many steps, while one does not tell
+        self.path,self.p = None,None # The one that is measured
+        self.limit,self.divided = None,None # Above the one it is scaled, below the other divided
         self.before,self._handle = [],opt.register_step_pre_hook(self._look)
 
     def begin(self):
@@ -80,7 +82,7 @@ class Beside:
             size = _size(p.grad) if has_come else 0
             if not math.isfinite(size): self.spoilt = self.spoilt or (path, p)
             elif size:
-                self.path,self.p,self.limit = path,p,size/scale**0.5
+                self.path,self.p,self.limit,self.divided = path,p,size/scale**0.5,2*size/scale
                 return True
         return False
 
@@ -90,8 +92,14 @@ class Beside:
         sizes = {path: _size(p.grad) for path,p in there if p.grad is not None}
         not_finite = [path for path,size in sizes.items() if not math.isfinite(size)]
         if not not_finite and self.path not in sizes: return
+        divides_itself = getattr(opt, 'grad_scale', None) is not None # A fused one, in the hands of a scaler
+        may_be_clipped = not (not_finite or divides_itself) and self.divided < sizes[self.path] <= self.limit
+        self.n_looks -= 1
+        if may_be_clipped and self.n_looks:
+            self.divided,self.limit = -1,math.inf # From now on it only matters whether they are finite
+            return
         self.close()
-        if getattr(opt, 'grad_scale', None) is not None: return # A fused one, in the hands of a scaler
+        if divides_itself: return
         if not_finite: warn(self.overflow.format(path=not_finite[0]))
         elif sizes[self.path] > self.limit: warn(self.message.format(path=self.path))
 

@@ -128,8 +128,8 @@ def test_an_optimizer_that_does_not_step_is_no_fault():
     assert not trainer.idle._optimizer_step_pre_hooks
 
 
-def clip(trainer):
-    nn.utils.clip_grad_norm_(trainer.model[2].parameters(), 1.0)
+def clip(trainer, max_norm=1.0):
+    nn.utils.clip_grad_norm_(trainer.model[2].parameters(), max_norm)
 
 
 def leave_out(trainer):
@@ -150,6 +150,17 @@ def test_a_step_with_a_gradient_that_has_overflowed_is_named_once(first, at):
     told, _ = told_in(HeadCB(at, first), scale=2.0**120)
     told = [o for o in told if "in every one of" not in o]
     assert [o[:56] for o in told] == ["`trainer.model.2.weight` has got a gradient that is not "]
+
+
+def test_clipping_does_not_hide_an_overflow_of_a_later_step():
+    class GrowsCB:
+        def before_backward(self, trainer):
+            if trainer.batch_num == 3:
+                trainer.loss = trainer.loss * 1e30
+
+    for first, n in ((partial(clip, max_norm=16.0), 1), (divide, 0)):
+        told, _ = told_in(HeadCB("after_backward", first), GrowsCB(), scale=2.0**10)
+        assert sum("not finite" in o for o in told) == n
 
 
 @pytest.mark.parametrize("first", [leave_out, by_scaler])
