@@ -82,7 +82,8 @@ class Beside:
             size = _size(p.grad) if has_come else 0
             if not math.isfinite(size): self.spoilt = self.spoilt or (path, p)
             elif size:
-                self.path,self.p,self.limit,self.divided = path,p,size/scale**0.5,2*size/scale
+                self.path,self.p = path,p
+                self.limit,self.divided = size/scale**0.5,2*size/scale
                 return True
         return False
 
