@@ -22,11 +22,15 @@ def are_alike(
     if len(values) < _FEW or {*map(type, values)} != {torch.Tensor}: return False
     if any(map(_wants_grad, values)) or len({*map(_kind_of, values)}) > 1: return False
     if not _is_usual(values[0]) or not all(map(torch.Tensor.is_contiguous, values)): return False
-    return not any(map(torch.Tensor.is_inference, values)) and not any(map(_is_freed, values))
+    return not any(map(torch.Tensor.is_inference, values)) and not any(map(is_freed, values))
 
 def _is_usual(x):
     "Whether a tensor is small, on the CPU, and of a type that each of its numbers is one of"
     if x.device.type != 'cpu' or x.layout != torch.strided or x.is_nested: return False
     return 0 < x.numel() <= _SMALL and not (x.is_complex() or x.is_quantized)
 
-def _is_freed(x): return not x.data_ptr() or (x.storage_offset() > 0 and not x.untyped_storage().nbytes())
+def is_freed(
+    x, # A tensor with numbers
+)->bool:
+    "Whether the memory of a tensor was given back: to read it would end the program"
+    return not x.data_ptr() or (x.storage_offset() > 0 and not x.untyped_storage().nbytes())

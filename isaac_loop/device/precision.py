@@ -13,7 +13,8 @@ from torch.amp import GradScaler, autocast
 from ..basics.checks import check_number, warn
 from ..basics.settings import show_settings
 from .other_optimizers import gradients_beside, optimizers_beside, place_of_grad
-from .other_optimizers import BY_HAND, SCALED, StepsByHand, warn_of_replaced
+from .other_optimizers import BY_HAND, SCALED, StepsByHand
+from .steps_left_out import warn_of_replaced
 from ..loop.events import CancelException, CancelStepException, Order, at_order, replaces
 from ..loop.events import callback_name
 from ..loop.handlers import has_own_batch

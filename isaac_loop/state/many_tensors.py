@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import torch
 
+from isaac_loop.basics.alike_tensors import is_freed
 from isaac_loop.state.mementos import reset_tensor
 
 # %% ../../nbs/state/19_many_tensors.ipynb #eb8d8801
@@ -28,11 +29,7 @@ def _can_be_one(alike, kind):
     (dtype,device,shape),steps = kind
     if len(alike) < _FEW or dtype.is_complex or device.type == 'meta': return False
     if any(map(torch.Tensor.is_inference, alike)) or any(map(torch.Tensor.is_neg, alike)): return False
-    return 0 not in steps and (0 in shape or not any(map(_is_away, alike)))
-
-def _is_away(x):
-    "Was its memory freed?"
-    return not x.data_ptr() or (x.storage_offset() and not x.untyped_storage().nbytes())
+    return 0 not in steps and (0 in shape or not any(map(is_freed, alike)))
 
 def in_groups(
     tensors:list, # Of PyTorch's own class
