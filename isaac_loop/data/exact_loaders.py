@@ -146,7 +146,8 @@ def _walk(self:ExactLoader, epoch, samples):
             yield batch,first+size
     except GeneratorExit: raise # The pass was left early, and nothing is wrong
     except BaseException as e:
-        self._forget(batches)
+        try: self._forget(batches)
+        except RuntimeError: self._forget(batches) # PyTorch told of the same death on the way
         raise explained(e, self.num_workers, epoch)
 
 # %% ../../nbs/data/30_exact_loaders.ipynb #6d1522a6

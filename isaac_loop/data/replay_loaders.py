@@ -334,5 +334,6 @@ def _walk(self:ReplayLoader, epoch, done):
     except GeneratorExit: raise # The pass was left early, and nothing is wrong
     except BaseException as e:
         self._engine = None
-        dismiss(batches)
+        try: dismiss(batches)
+        except RuntimeError: dismiss(batches) # PyTorch told of the same death on the way
         raise explained(e, getattr(source, 'num_workers', 0), epoch)

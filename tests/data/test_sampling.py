@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, get_worker_info
 
 from isaac_loop.train.training import BasicTrainCB, NBatchCB
+from isaac_loop.data import exact_loaders, replay_loaders
 from isaac_loop.data.dataloaders import DataLoaders, collate_rows, get_dataloaders
 from isaac_loop.data.exact_loaders import ExactLoader, exact_loader
 from isaac_loop.data.replay_loaders import ReplayLoader
@@ -934,6 +935,44 @@ def test_workers_of_a_stream_that_fail_are_replaced(tmp_path):
             stream = Fails()
             stream.fail = fail
             check_recovery(exact_loader(stream, 4, seed=9, **options), error, flag)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["rows", "stream"])
+def test_a_death_that_is_told_twice_has_one_error(tmp_path, monkeypatch, kind, persistent):
+    "PyTorch's signal handler may tell of it while the workers are being dismissed"
+    flag = tmp_path / "flag"
+    told = []
+
+    class DiesAsStream(Stream):
+        def __iter__(self):
+            for row in super().__iter__():
+                if row[0] > 10 and flag.exists():
+                    os._exit(3)
+                yield row
+
+    class DiesAsRows(Noisy):
+        def __getitem__(self, i):
+            if flag.exists():
+                os._exit(3)
+            return super().__getitem__(i)
+
+    def interrupted(dismiss):
+        def dismiss_once_told(batches):
+            if len(told) < 1:
+                told.append(batches)
+                raise RuntimeError("DataLoader worker (pid 42) exited unexpectedly with exit code 3.")
+            dismiss(batches)
+
+        return dismiss_once_told
+
+    for module in (exact_loaders, replay_loaders):
+        monkeypatch.setattr(module, "dismiss", interrupted(module.dismiss))
+    data = DiesAsRows(24) if kind == "rows" else DiesAsStream()
+    check_recovery(
+        exact_loader(data, 4, seed=9, num_workers=1, persistent_workers=persistent), WorkerCrashed, flag
+    )
+    assert told
 
 
 def check_recovery(loader, error, flag):
