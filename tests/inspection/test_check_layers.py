@@ -4,7 +4,7 @@ Each planted one is found by the name of its rule; in the right ones nothing is 
 """
 
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from isaac_loop import Trainer
 from isaac_loop.callbacks import BasicTrainCB, MetricsCB
+from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
 from isaac_loop.recipes import digit_loaders
 
@@ -35,9 +36,17 @@ def right(make):
     return make
 
 
+@cache
+def digits():
+    "Rows of both splits, read from their pictures once"
+    dls = digit_loaders()
+    return dict(train=dls.train.dataset, test=dls.valid.dataset)
+
+
 def trainer_with(model, *cbs, loss_func=F.cross_entropy, opt_func=optim.SGD):
     steps = [] if any(isinstance(o, BasicTrainCB) for o in cbs) else [BasicTrainCB()]
-    return Trainer(digit_loaders(batch_size=16), loss_func, opt_func, model, [*steps, *cbs])
+    dls = DataLoaders.from_dataset_dict(digits(), 16)
+    return Trainer(dls, loss_func, opt_func, model, [*steps, *cbs])
 
 
 def mlp(*layers):

@@ -25,7 +25,7 @@ from .seen_answers import Answers, Bytes
 from .seen_copies import SelfCopies, Sums
 from .seen_doings import Doings
 from .seen_draws import DRAW_LOOKS
-from .seen_gradients import Gradients, spared
+from .seen_gradients import Gradients, aside, spared
 from .seen_inputs import Inputs
 from .seen_lasting import Owners, Rates, modes_of, rates_of
 from .seen_likelihoods import LIKELIHOOD_LOOKS
@@ -80,7 +80,7 @@ class Lookers(Whereabouts):
         self.losses.end()
         self.calls.answers.end()
 
-    @spared
+    @aside
     def note_owners(self): self.owners.note()
 
 # %% ../../../nbs/inspection/seen_run/48_seen_batches.ipynb #71ec161b
@@ -135,7 +135,7 @@ class SeenSpans(LayerModes, Unwanted, BatchLosses, CallbackTraces, AskedModel):
         self.hooks = [] # How many there are on the model when each epoch of training begins
         self.ended = True # Is the last batch over?
 
-    @spared
+    @aside
     def look(self, trainer, span, begins):
         "One end of a span"
         is_next = span.name == 'batch' and begins is self.ended # Not yet seen as a batch without a span
@@ -150,7 +150,7 @@ class SeenSpans(LayerModes, Unwanted, BatchLosses, CallbackTraces, AskedModel):
         if trainer._training and trainer.batch_num == 0: self.hooks.append(_hooks_on(trainer.model))
         if has_own_batch(trainer): self._before_predict(trainer)
 
-    @spared
+    @aside
     def _before_predict(self, trainer):
         batch = self.batches[-1]
         if batch.begin is not None: return
@@ -202,7 +202,7 @@ class SeenRun(SeenSpans):
         divides = getattr(call.handler, '__func__', None) is AccumulationCB.before_step
         return self.gradients.dividing() if divides else nullcontext()
 
-    @spared
+    @aside
     def _look_behind(self, call, trainer, who, modes, columns, rates):
         self.note_columns(trainer, call.callback, columns)
         self.note_modes(trainer.model, who, modes)

@@ -12,6 +12,7 @@ from functools import wraps
 from pathlib import Path
 
 import torch
+from torch import _C
 from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -109,6 +110,13 @@ def spared(look):
         except Exception as error: self.failed.setdefault(look.__name__.strip('_'), error)
     return looks
 
+def aside(look):
+    "A spared look whose own calls of PyTorch nobody sees"
+    @wraps(look)
+    def looks(self, *args, **kwargs):
+        with _C.DisableTorchFunction(): return look(self, *args, **kwargs)
+    return spared(looks)
+
 # %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #6b27f6ea
 class BackwardPasses(GradientParts, WeightMoves):
     "Every backward pass of a run"
@@ -131,7 +139,7 @@ class BackwardPasses(GradientParts, WeightMoves):
             return result
         finally: self.depth -= 1
 
-    @spared
+    @aside
     def _note_backward(self, roots):
         new = Backward(*self.moment(), leaves_of(roots))
         for key,leaf in new.leaves.items():
@@ -141,14 +149,14 @@ class BackwardPasses(GradientParts, WeightMoves):
         self.passes.append(new)
         self.order.append(new)
 
-    @spared
+    @aside
     def _note_gradients(self, new):
         "What has come of a backward pass"
         grads = [(key, leaf.grad) for key,leaf in new.leaves.items() if leaf.grad is not None]
         self.versions |= {key: (grad, grad._version) for key,grad in grads}
         new.finite = all(bool(grad.isfinite().all()) for _,grad in grads if not grad.is_sparse)
 
-    @spared
+    @aside
     def _before_unscaling(self, scaler, opt):
         "Note gradients that were changed since their backward pass, though they are still scaled"
         if not scaler.is_enabled(): return
@@ -185,7 +193,7 @@ class Gradients(BackwardPasses):
         super().__init__(moment)
         self.steps = []
 
-    @spared
+    @aside
     def _before_step(self, opt, args, kwargs):
         where,by = self.moment()
         weights = weights_of(opt)
@@ -197,7 +205,7 @@ class Gradients(BackwardPasses):
         self.order.append(step)
         self.note_before(opt, weights, where)
 
-    @spared
+    @aside
     def _after_step(self, opt, args, kwargs):
         weights = weights_of(opt)
         self.note_moved(opt, weights)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .seen_gradients import spared
+from .seen_gradients import aside, spared
 from .seen_pictures import left_behind
 from .seen_readings import Readings
 from .seen_scales import mark_in, scaled_by_itself, scaled_by_row
@@ -42,7 +42,7 @@ class Inputs:
         try: yield self
         finally: hook.remove()
 
-    @spared
+    @aside
     def begin(self):
         "A batch has come"
         try: self.came = self._parts(lambda x: x.detach().clone()) if self.trainer._training else None
@@ -55,7 +55,7 @@ class Inputs:
     def _note_call(self, module, args):
         if module is self.trainer.model and self.came is not None: self._look_at_inputs(args)
 
-    @spared
+    @aside
     def _look_at_inputs(self, args):
         came,self.came = self.came,None
         given = list(tensors_in(args))

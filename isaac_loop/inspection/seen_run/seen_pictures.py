@@ -43,7 +43,8 @@ def ways_moved(
         likeness = _likeness(moved, b)
         for i in ((likeness > _LIKE) & (likeness > least)).nonzero()[:, 0].tolist():
             found[i] = found[i] or (name, _WAYS[name])
-    return [way or _rolled(a[i], b[i], least[i]) for i,way in enumerate(found)]
+    could_roll = (least < 1).tolist() # No other picture is more like it than itself
+    return [way or (_rolled(a[i], b[i], least[i]) if could_roll[i] else None) for i,way in enumerate(found)]
 
 def _rolled(a, b, least):
     "By how much a picture was rolled; None if it was not"
