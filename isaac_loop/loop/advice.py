@@ -9,6 +9,7 @@ __all__ = []
 import inspect, math, operator
 from collections.abc import Mapping
 from numbers import Real
+from types import FunctionType
 
 import torch
 
@@ -166,6 +167,8 @@ def check_fit(
 _MISSING = 'No callback does {}, so the loop goes without{}. {}'
 _WAITS = 'No callback and no method of `{}` does {}, so {} waits in vain. {}'
 _ADD = 'Add `BasicTrainCB`, or a callback with a method of that name.'
+_NOTHING = ('No callback does any step of a batch, so this fit walks over its batches and trains nothing, '
+            'though loss and optimizer were given. {}')
 _OWN = ("Let `{}.one_batch` run its steps, as in `self.run_callbacks('step')`, "
         'and give each a method of that name, in the trainer or in a callback.')
 
@@ -178,12 +181,19 @@ def warn_of_missing_steps(
     alone = own or len(missing) == len(STEPS)
     of_training = [step for step in missing if own or step not in ('predict', 'get_loss')] # Or of any loop
     waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan, of_training)]
+    if alone and not (own or waiting) and _is_forgotten(trainer): return warn(_NOTHING.format(_ADD))
     if not missing or (alone and not waiting): return # An empty loop is fine
     steps,cls = ', '.join(f'`{o}`' for o in missing),type(trainer).__name__
     if own:
         plan.told.add('waiting') # And not once more when a pass is over
         return warn(_WAITS.format(cls, steps, waiting[0], _OWN.format(cls)))
     warn(_MISSING.format(steps, f', and {waiting[0]} waits in vain' if alone else '', _ADD))
+
+def _is_forgotten(trainer):
+    "Whether a loop without steps is meant to train: loss and optimizer are there, and no code of the user's"
+    own = [o if isinstance(o, FunctionType) else type(o) for o in (trainer, *trainer.callbacks)]
+    if len(own) == 1 or not all(str(o.__module__).startswith('isaac_loop.') for o in own): return False
+    return vars(trainer).get('loss_func') is not None and trainer.opt_func is not None
 
 def _waiting(plan, missing):
     "Events around the `missing` steps, each with the first callback that answers it"

@@ -7,9 +7,11 @@ __all__ = []
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #87327c34
 import ast
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..basics.checks import warn
 from ..basics.source_code import syntax_tree
@@ -216,6 +218,25 @@ def warn_of_late_methods(
     told.add('method')
     name = next(o for o in {**source.methods, **now} if now.get(o) != source.methods.get(o))
     warn(_LATE_METHOD.format(name, 'set' if name in now else 'taken away'))
+
+# %% ../../nbs/loop/37_pass_checks.ipynb #c238f54c
+_STAYS = ('`trainer.model` is a {kind}, which has no method `train`, so {layers} in it stayed in training '
+          'mode in a pass of validation: dropout draws anew, and batch norms go on measuring. Hold the '
+          'modules in an `nn.ModuleDict` or another `nn.Module`, give the class a method `train(mode)`, or '
+          'call their `eval()` and `train()` in `before_epoch`.')
+
+def warn_of_mode(
+    trainer, # A pass has ended
+):
+    "Warn, once, when layers of a model that cannot be told have validated as in training"
+    model,told = trainer.model,trainer.plan.told
+    if trainer._training or isinstance(model, torch.nn.Module) or hasattr(model, 'train'): return
+    modules = held(SimpleNamespace(model=model), torch.nn.Module) + held(model, torch.nn.Module)
+    layers = {layer for m in modules for layer in m.modules() if isinstance(layer, (_BatchNorm, _DropoutNd))}
+    kinds = sorted({type(layer).__name__ for layer in layers if layer.training})
+    if not kinds or 'mode' in told or 'batch_num' not in vars(trainer): return
+    told.add('mode')
+    warn(_STAYS.format(kind=type(model).__name__, layers=_listed(kinds)))
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #1fcf3341
 _UNREAD = ('`trainer.{}` is True, and the loop does not read it, so another pass begins. To stop, call '

@@ -255,6 +255,7 @@ def one_pass(
         if steps: pass_checks.warn_of_own_batch(trainer, n_updates, steps)
         pass_checks.warn_of_more_updates(trainer)
         pass_checks.warn_of_late_methods(trainer)
+        pass_checks.warn_of_mode(trainer)
     finally:
         trainer._source.leave()
         trainer.plan.uses_chains = trainer._plain_dls = False

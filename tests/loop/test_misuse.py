@@ -24,6 +24,7 @@ from isaac_loop.all import (
     CancelBatchException,
     CancelStepException,
     DataLoaders,
+    DeviceCB,
     EMACB,
     EarlyStoppingCB,
     EvaluatorCB,
@@ -1354,3 +1355,105 @@ def test_whoever_calls_it_and_misses_something_else_is_told_nothing_of_it():
             trainer_with(callback).fit(1)
         first = caught.value.__notes__[0]
         assert first.startswith("raised by"), first
+
+
+class Holds:
+    "A model that is no module and holds some"
+
+    def __init__(self, **parts):
+        self.parts = parts
+
+    def parameters(self):
+        return [p for o in self.parts.values() for p in o.parameters()]
+
+    def __call__(self, x):
+        return self.parts["head"](self.parts["body"](x))
+
+
+class Told(Holds):
+    def train(self, mode=True):
+        for part in self.parts.values():
+            part.train(mode)
+
+
+def of_dict(**parts):
+    return parts
+
+
+class DictCB(BasicTrainCB):
+    def before_fit(self, trainer):
+        model = trainer.model
+        parts = list(model.values()) if isinstance(model, dict) else list(model)
+        trainer.opt = optim.SGD([p for o in parts for p in o.parameters()], trainer.lr)
+
+    def predict(self, trainer):
+        model = trainer.model
+        parts = model.values() if isinstance(model, dict) else model
+        x = trainer.batch[0]
+        for part in parts:
+            x = part(x)
+        trainer.preds = x
+
+
+def validations_of(make, *cbs, layer=nn.BatchNorm1d, fit=True):
+    "What is warned of while a model of two parts trains, validates, is evaluated and predicts"
+    x = torch.randn(12, 4)
+    dls = DataLoaders([(x, torch.zeros(12, 2))] * 2, [(x, torch.zeros(12, 2))])
+    model = make(body=nn.Sequential(nn.Linear(4, 6), layer(6)), head=nn.Linear(6, 2))
+    basic, opt_func = (BasicTrainCB(), optim.SGD) if callable(model) else (DictCB(), None)
+    trainer = Trainer(dls, F.mse_loss, opt_func, model, [basic, MetricsCB(show=False), *cbs])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if fit:
+            trainer.fit(2, lr=0.1)
+        else:
+            trainer.fit(1, lr=0.1, valid=False)
+            trainer.get_preds()
+    return [str(o.message) for o in caught]
+
+
+@pytest.mark.parametrize("make", [of_dict, Holds, lambda **parts: list(parts.values())])
+@pytest.mark.parametrize("fit", [True, False])
+def test_layers_of_a_model_that_has_no_mode_are_named_when_they_validate_as_in_training(make, fit):
+    kind = type(make(body=nn.ReLU(), head=nn.ReLU())).__name__
+    (said,) = validations_of(make, fit=fit)
+    assert f"`trainer.model` is a {kind}, which has no method `train`, so `BatchNorm1d`" in said
+
+
+def test_models_whose_mode_is_set_are_not():
+    class ModesCB:
+        def before_epoch(self, trainer):
+            for part in trainer.model.values():
+                part.train(trainer.training)
+
+    module = lambda **parts: nn.Sequential(*parts.values())
+    assert not validations_of(module) and not validations_of(Told)
+    assert not validations_of(of_dict, ModesCB())
+    assert not validations_of(of_dict, layer=nn.LayerNorm) and not validations_of(Holds, layer=nn.LayerNorm)
+
+
+def test_a_forgotten_loop_is_named():
+    "Loss and optimizer are there, and nobody does a step: a fit of nothing was silent"
+    dls, model = DataLoaders([(torch.zeros(2, 1), torch.zeros(2, 1))]), nn.Linear(1, 1)
+
+    def said_of(callbacks, loss_func=F.mse_loss, opt_func=optim.SGD, kind=Trainer):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kind(dls, loss_func, opt_func, model, callbacks).fit(1, valid=False)
+        return [str(o.message) for o in caught]
+
+    class OwnEpoch(Trainer):
+        def one_epoch(self, training):
+            "Trains in a way of its own"
+
+    class NamedCB:
+        def after_batch(self, trainer):
+            "May train"
+
+    for callbacks in (DeviceCB("cpu"), [DeviceCB("cpu"), NBatchCB(1)]):
+        (said,) = said_of(callbacks)
+        assert "walks over its batches and trains nothing" in said and "Add `BasicTrainCB`" in said
+    device = DeviceCB("cpu")
+    assert not said_of([]) and not said_of(device, loss_func=None) and not said_of(device, opt_func=None)
+    assert not said_of([device, SimpleNamespace(before_epoch=print)], loss_func=None)
+    assert not said_of([device, NamedCB()]) and not said_of(device, kind=OwnEpoch)
