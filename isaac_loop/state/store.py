@@ -6,7 +6,7 @@
 __all__ = ['CheckpointStore']
 
 # %% ../../nbs/state/80_store.ipynb #ccd8087b
-import hashlib, itertools, math, os, platform, shutil, uuid
+import errno, hashlib, itertools, math, os, platform, shutil, uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -80,7 +80,8 @@ class CheckpointStore(CheckpointFolder):
         except OSError as error:
             if self._lock: self._tidy()
             self.close()
-            message = _UNUSABLE.format(self.folder, error.strerror or error)
+            why = 'it is a file' if self.folder.is_file() else error.strerror or error
+            message = _UNUSABLE.format(self.folder, why)
             raise CheckpointWriteFailed(message, self.folder) from error
 
     def close(self):
@@ -180,7 +181,7 @@ def _write(self:CheckpointStore, name, fields, size, pack):
     needed = math.ceil(1.2*(sum(map(len, files.values())) + size))
     files[MANIFEST_FILE] = _meanwhile(needed, _signed, fields, dict(files))
     path = self._commit(name, fields['step'], needed, files)
-    self._known = [*self._known, Checkpoint(path, fields)]
+    self._known = [*(o for o in self._known if o.path != path), Checkpoint(path, fields)]
     self._note_and_drop()
     return path
 
@@ -236,7 +237,8 @@ def _meanwhile(size, f, *args):
 # %% ../../nbs/state/80_store.ipynb #e79a346c
 _NOT_WRITTEN = ('The checkpoint `{}` could not be written: {}; it wants {:,} bytes and {} are free. '
                 'The checkpoints before it are whole, and what was trained since is in this process only: '
-                'make room, or choose another folder.')
+                '{}.')
+_TOO_LARGE = 'raise the limit on the size of files, as by `ulimit -f`'
 
 @patch
 def _commit(self:CheckpointStore, name, step, needed, files):
@@ -250,8 +252,10 @@ def _commit(self:CheckpointStore, name, step, needed, files):
     except BaseException as error:
         self._tidy()
         if not isinstance(error, OSError): raise
+        if isinstance(error, FileNotFoundError): self._check_open() # Is the whole folder gone?
         room = 'an unknown number' if free is None else f'{free:,}'
-        message = _NOT_WRITTEN.format(target, error.strerror or error, needed, room)
+        cure = _TOO_LARGE if error.errno == errno.EFBIG else 'make room, or choose another folder'
+        message = _NOT_WRITTEN.format(target, error.strerror or error, needed, room, cure)
         raise CheckpointWriteFailed(message, target, needed, free) from error
     return target
 
@@ -289,7 +293,6 @@ _NOT_DELETED = ('`{}` is not deleted, because it holds {}, which this library di
 def _note_and_drop(self:CheckpointStore):
     "Renew the hints and delete what need not be kept"
     try:
-        self._look()
         found = [o for o in self._known if o.run_id == self.run_id]
         drop = self.droppable(found)
         left = [o for o in found if o not in drop]

@@ -461,6 +461,7 @@ store = tests.CheckpointStore(path / 'run', run_id='r')
 try: store.save({'w': torch.zeros(60_000)}, step=30)
 except tests.CheckpointWriteFailed as e:
     assert isinstance(e.__cause__, OSError) and e.__cause__.errno == errno.EFBIG
+    assert '`ulimit -f`' in str(e) and 'make room' not in str(e)
 else: raise AssertionError('the file grew')
 """
 
@@ -473,6 +474,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path):
         with pytest.raises(CheckpointWriteFailed, match="cannot be used for checkpoints") as caught:
             CheckpointStore(path)
         assert caught.value.path == path
+        assert ("it is a file" in str(caught.value)) == (path == tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
     with CheckpointStore(tmp_path / "a" / "b" / "c") as store:
         save(store, 1)
@@ -499,6 +501,36 @@ def test_the_system_says_that_the_folder_is_read_only(tmp_path, monkeypatch):
     use_disk(monkeypatch, disk)
     with pytest.raises(CheckpointWriteFailed, match="Permission denied"):
         CheckpointStore(tmp_path)
+
+
+def test_the_folder_is_deleted_in_the_middle_of_a_save(tmp_path, monkeypatch):
+    "There is no room to be made, and no checkpoint before it is left"
+    store = CheckpointStore(tmp_path / "run")
+    save(store, 10)
+    disk = Disk()
+
+    def change(name, f, args, kwargs):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return f(*args, **kwargs)
+
+    disk.change = change
+    use_disk(monkeypatch, disk)
+    with pytest.raises(CheckpointWriteFailed, match="deleted or replaced"):
+        save(store, 20)
+
+
+def test_a_save_looks_once_at_those_before(tmp_path, monkeypatch):
+    "Whoever keeps all of them pays for each in every save"
+    looks = []
+    plain = Checkpoint.is_as_it_was
+    monkeypatch.setattr(Checkpoint, "is_as_it_was", lambda self: looks.append(self.step) or plain(self))
+    with CheckpointStore(tmp_path, keep_last=None) as store:
+        for step in range(1, 6):
+            save(store, step)
+            assert looks == [*range(1, step)]
+            looks.clear()
+        save(store, 5)
+        assert [o.step for o in store.list()] == [1, 2, 3, 4, 5]
 
 
 def test_the_folder_is_deleted_while_the_run_goes_on(tmp_path):
