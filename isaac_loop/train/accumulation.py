@@ -89,7 +89,7 @@ class AccumulationCB:
         if not callable(weigh): check_choice(weigh, 'weigh', ('samples', 'mean', 'sum'), also=_A_FUNCTION)
         self.weigh,self._params = weigh,None
         self._several,self._exchange,self._told = False,None,False
-        self._own,self._heard = False,False # A batch of the user's own, and a `backward` in this fit
+        self._own,self._heard = False,False # A batch of the user's own; is there a reason for gradients?
         self._guard = None # Then it is seen whether the optimizer steps on its own
         self._forget()
 
@@ -97,12 +97,13 @@ class AccumulationCB:
         "Lower the number of updates that schedules expect"
         if self.weigh == 'samples' and reduction_of(trainer.loss_func) == 'sum': raise ValueError(_IS_A_SUM)
         self._several = trainer.ranks.size > 1 # Then whoever exchanges gradients weighs and divides
-        self._own,self._heard = has_own_batch(trainer),False
+        self._own = has_own_batch(trainer)
         if self._several and self._own: raise ValueError(_OWN_BATCH.format(cls=type(trainer).__name__))
         self._exchange = next(iter(offering(trainer, 'gathered')), None) if self._several else None
         refuse_closure(trainer, type(self).__name__, ', and each would need all the batches')
         self._forget()
         self._params = partial(parameters_of, trainer)
+        self._heard = self._own and self._has_gradients()
         n = trainer.updates_per_epoch
         if n: trainer.updates_per_epoch = math.ceil(n/self.n_batches)
 
@@ -116,7 +117,7 @@ class AccumulationCB:
         self.n,self.total = 0,0 # Batches in the window, and what they weigh together
         self._first,self._weight = None,1. # What its first batch counted, and the weight of the present one
         self._loss,self._aside = None,None # The loss as it was, and the gradients from before the window
-        self._complete,self._closing = False,False
+        self._complete,self._closing = True,False # Have the gradients that are there been used?
         self._counted = None # The last batch of this pass whose gradient was counted
         self._closed = -1 # The last batch of this pass behind which a window was closed
         self._beside,self._theirs,self._saved = None,{},{} # Parameters of others, and what was added there
@@ -144,7 +145,7 @@ def _see_steps(self:AccumulationCB, trainer):
     def look():
         if self.n: raise RuntimeError(_STEPPED.format(i=trainer.batch_num, cls=type(trainer).__name__))
     takes_hooks = hasattr(getattr(trainer, 'opt', None), 'register_step_pre_hook')
-    if takes_hooks and self._guard is None: self._guard = StepGuard(trainer.opt, look)
+    if takes_hooks: self._guard = StepGuard(trainer.opt, look)
 
 @patch
 def _weight_of(self:AccumulationCB, trainer):
@@ -160,7 +161,7 @@ def before_backward(self:AccumulationCB, trainer):
     "Weigh the loss"
     self._complete = False
     if self._several: return
-    if self._own and not self._heard: self._see_steps(trainer)
+    if self._own and self._guard is None: self._see_steps(trainer)
     self._loss,self._heard = trainer.loss,True
     if self.n == 0: self._put_aside()
     elif self._own: self._check_there(trainer)
@@ -311,7 +312,9 @@ def cleanup_epoch(self:AccumulationCB, trainer):
 def _close(self:AccumulationCB, trainer):
     "Step with a window that is not full"
     self._closing = True
-    try: trainer.run_callbacks('step', 'zero_grad')
+    try:
+        trainer.run_callbacks('step', 'zero_grad')
+        self._complete = False # Whoever clears before the next batch would do it twice
     except CancelBatchException: pass # Meant for a batch, and none is open any more
     finally: self._closing = False
 
@@ -333,13 +336,14 @@ def _like(p, grad): return None if grad is None else grad.to(p.device, p.dtype, 
 @patch
 def state_dict(self:AccumulationCB)->dict: # Numbers and tensors; no gradients between two windows
     "The open window: its count, its total and its gradients"
-    params = self._params() if self.n else []
+    params = self._params() if self.n or self._aside else []
     aside = {id(p): grad for p,grad in self._aside or ()}
     grads = dict(grads=[_copied(p.grad) for p in params], aside=[_copied(aside.get(id(p))) for p in params])
     total,first = self.total,self._first
     if self._exchange is not None: total,first = self._exchange.gathered,1. # It weighs by what is counted
     theirs = {path: o.state() for path,o in self._theirs.items() if o.there()}
     if theirs: grads['theirs'] = theirs
+    if not (self.n or self._complete): grads['cleared'] = True
     return dict(n=self.n, total=_copied(total), first=_copied(first), **grads)
 
 @patch
@@ -347,10 +351,13 @@ def load_state_dict(self:AccumulationCB,
     state:dict, # What `state_dict` gave
 ):
     "Go on with the saved window; for a fit that is running"
-    if state['n'] and self._params is None: raise RuntimeError(_NO_PARAMETERS)
+    there = state['n'] or state['grads']
+    if there and self._params is None: raise RuntimeError(_NO_PARAMETERS)
     self._forget()
     self.n,self.total,self._first = state['n'],state['total'],state['first']
-    if not self.n: return
+    self._complete = not (there or state.get('cleared'))
+    self._heard = True # In the run that was saved
+    if not there: return
     if self._exchange is not None: self._exchange.gathered = _counted(state)
     params = self._params()
     for p,grad in zip(params, state['grads'], strict=True): p.grad = _like(p, grad)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
+from isaac_loop.basics.tensors import set_seed
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.device.precision import MixedPrecisionCB
@@ -823,3 +824,111 @@ def test_a_step_in_a_span_of_ones_own_and_one_of_another_optimizer_are_right():
 
     own, built_in = fitted(InSpan), fitted(Trainer, BasicTrainCB())
     assert own.n_updates == 3 and torch.equal(weights(own), weights(built_in))
+
+
+# Where a batch of one's own clears
+
+
+def clearing(when):
+    "A trainer that clears before predicting, before going backward, or after the step"
+
+    class Own(Trainer):
+        @with_cbs("batch", CancelBatchException)
+        def one_batch(self):
+            if when == "first":
+                self.run_callbacks("zero_grad")
+            self.run_callbacks("predict", "get_loss")
+            if when == "before backward":
+                self.run_callbacks("zero_grad")
+            self.run_callbacks("backward", "step")
+            if when == "last":
+                self.run_callbacks("zero_grad")
+
+    return Own
+
+
+class SkipCB:
+    "Leaves out some backward passes, before others hear of them or after it"
+
+    def __init__(self, order):
+        self.order = order
+
+    def before_backward(self, trainer):
+        if trainer.batch_num in (0, 3):
+            raise CancelStepException("not this one")
+
+
+WHEN = ["first", "before backward", "last"]
+
+
+@pytest.mark.parametrize("steps", [BasicTrainCB, MomentumTrainCB])
+@pytest.mark.parametrize("others", [[], [Order.FIRST], [Order.LAST]])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_it_does_not_matter_where_a_batch_clears_also_in_a_further_fit(n, others, steps):
+    "Gradients that a step had used came into the first window of the next fit"
+
+    def trained(cls):
+        cbs = [steps(), *map(SkipCB, others), AccumulationCB(n)]
+        trainer = cls(DataLoaders(cut(make_data(), SIZES)), F.mse_loss, optim.SGD, make_model(), cbs)
+        for keep_opt in (False, True):
+            trainer.fit(1, lr=0.1, valid=False, keep_opt=keep_opt)
+        return weights(trainer)
+
+    assert all(torch.equal(trained(clearing(when)), trained(Trainer)) for when in WHEN)
+
+
+def test_a_shorter_window_that_the_end_of_a_stream_closes_is_cleared_once():
+    class Stream:
+        def __iter__(self):
+            return iter(cut(make_data(), SIZES))
+
+    def trained(cls):
+        cbs = [MomentumTrainCB(), AccumulationCB(2)]
+        trainer = cls(DataLoaders(Stream()), F.mse_loss, optim.SGD, make_model(), cbs)
+        trainer.fit(2, lr=0.1, valid=False)
+        return weights(trainer)
+
+    assert all(torch.equal(trained(clearing(when)), trained(Trainer)) for when in WHEN)
+
+
+def resumable(cls, folder, *callbacks, every=1, dies=None):
+    "The weights after two epochs of five batches; dies in one of them, and goes on if it has"
+    set_seed(3)
+
+    def after_get_loss(trainer):
+        if trainer.epoch * 5 + trainer.batch_num == dies:
+            raise KeyboardInterrupt
+
+    cbs = [*callbacks, AccumulationCB(3), CheckpointCB(folder, every=every), after_get_loss]
+    dls = DataLoaders(exact_loader(list(zip(*make_data())), 5, seed=3))
+    trainer = cls(dls, F.mse_loss, partial(optim.SGD, momentum=0.9), make_model(), cbs)
+    try:
+        trainer.fit(2, lr=0.1, valid=False)
+    except KeyboardInterrupt:
+        pass
+    return weights(trainer)
+
+
+@pytest.mark.parametrize("every", [1, 3, "epoch"])
+@pytest.mark.parametrize("when", WHEN)
+def test_used_gradients_are_in_no_window_of_a_run_that_goes_on(when, every, tmp_path):
+    "Wherever it was killed: in a window, at its border, in the last batch of an epoch"
+    whole = resumable(Trainer, tmp_path / "whole", BasicTrainCB())
+    for dies in (2, 3, 4, 5, 8, 9):
+        folder = tmp_path / str(dies)
+        for at in (dies, None):
+            found = resumable(clearing(when), folder, BasicTrainCB(), every=every, dies=at)
+        assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("order", [Order.FIRST, Order.LAST])
+def test_a_run_goes_on_in_a_window_whose_first_backward_was_left_out(when, order, tmp_path):
+    "Gradients from before it were lost or scaled down twice, or taken for those of an unknown backward"
+    whole = resumable(Trainer, tmp_path / "whole", MomentumTrainCB(), SkipCB(order))
+    for dies in (1, 4, 5, 6):
+        folder = tmp_path / str(dies)
+        for at in (dies, None):
+            cbs = MomentumTrainCB(), SkipCB(order)
+            found = resumable(clearing(when), folder, *cbs, dies=at)
+        assert torch.equal(found, whole)
