@@ -192,6 +192,7 @@ def _pass(self:ResumingCB, trainer, batches):
     if self._found and done:
         begun = take_begun(trainer) if watched else None
         state = self._restore(trainer)
+        trainer._source.updates_before = trainer.n_updates
         put_first(trainer, state)
         batches = self._rest(trainer, batches, state, done, begun)
     else:

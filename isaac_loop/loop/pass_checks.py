@@ -54,10 +54,13 @@ _NO_UPDATE = ('The training pass of epoch {} ended without an update that the lo
               'averages and checkpoints stand still. Let `{}.one_batch` update by '
               "`self.run_callbacks('step')`, or count in it with `self.n_updates += 1`.")
 
+def _n_begun(trainer):
+    "How many batches of this pass have begun here, and not in a run that goes on"
+    return vars(trainer).get('batch_num', trainer.start_batch-1) + 1 - trainer.start_batch
+
 def _has_reason(trainer, steps):
     "Whether a pass may rightly have no update: its steps are left to callbacks, or no batch came to its end"
-    n_begun = vars(trainer).get('batch_num', trainer.start_batch-1) + 1 - trainer.start_batch
-    none_ended = not steps.n and trainer.plan.n_cut >= n_begun
+    none_ended = not steps.n and trainer.plan.n_cut >= _n_begun(trainer)
     return none_ended or 'step' in trainer.plan.names_run()
 
 def warn_of_own_batch(
@@ -72,7 +75,10 @@ def warn_of_own_batch(
     if without and 'update' not in told:
         told.add('update')
         warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))
-    if trainer._training and not none_known: _warn_of_waiting(trainer)
+    before = trainer._source.updates_before
+    none_here = trainer.n_updates == (n_updates if before is None else before)
+    if trainer._training and not none_here: _warn_of_waiting(trainer)
+    if trainer.start_batch and not _n_begun(trainer): return # All of them ran before
     span = getattr(type(trainer).one_batch, 'span', None)
     if seen or 'batch' in told or (span is not None and span.name == 'batch'): return
     entries = trainer.plan.entries[trainer.plan.training]

@@ -63,6 +63,7 @@ class Batches:
         self.begun,self.over,self.was_left = False,False,False # Has the pass begun, is it to end?
         self.walk = None # Of a loader that knows its place, until it is left
         self.read_again = False # Does a run that goes on in this pass have it read from its beginning?
+        self.updates_before = None # How many there were when such a run went on; None if none does
         self.given,self.last = 0,None # How many batches were drawn, and the last of them
         self.methods = None # Those that the trainer has in the place of its class's, see `own_methods`
         self.limit,self.first = None,0 # Of all batches in the pass; number of the one that comes next

@@ -557,6 +557,57 @@ def test_who_hears_nothing_of_updates_that_are_made_by_hand_is_named_once(name):
     assert any(f"`{type(callback).__name__}." in o and "waits in vain" in o for o in told)
 
 
+class EverySecond(Trainer):
+    "Gathers by itself: the step is run in every second batch"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+        if self.training:
+            self.run_callbacks("backward")
+            if self.batch_num % 2:
+                self.run_callbacks("step", "zero_grad")
+
+
+class Around(Trainer):
+    "The usual batch, with something around it"
+
+    def one_batch(self):
+        super().one_batch()
+
+
+def broken_off_and_resumed(cls, folder, at, every=1, n=5):
+    "What is said by the run that goes on behind the last checkpoint before pass and batch `at`"
+
+    def before_batch(trainer):
+        if (trainer.training, trainer.batch_num) == at:
+            raise Cut
+
+    def make(*others):
+        rows = [(torch.ones(3), torch.ones(1))] * n
+        dls = DataLoaders(*(exact_loader(rows, 1, shuffle=False) for _ in range(2)))
+        schedule = OneCycleSchedulerCB(cycle_momentum=False)
+        waiting = [schedule, EMACB(), MetricsCB(show=False), CheckpointCB(folder, every=every)]
+        return cls(dls, F.mse_loss, optim.SGD, nn.Linear(3, 1), [BasicTrainCB(), *waiting, *others])
+
+    with warnings.catch_warnings(), pytest.raises(Cut):
+        warnings.simplefilter("ignore")
+        make(before_batch).fit(1)
+    return said_by(lambda: make().fit(1))
+
+
+@pytest.mark.parametrize("cls", [EverySecond, Around])
+@pytest.mark.parametrize("at", [(True, 4), (False, 0)])
+def test_who_had_a_turn_before_a_run_was_broken_off_has_not_waited_in_vain(cls, at, tmp_path):
+    "The rest of the pass has no batch, or none with a step"
+    assert broken_off_and_resumed(cls, tmp_path, at, n=5 if at[0] else 4) == []
+
+
+def test_who_hears_nothing_in_the_rest_of_a_pass_is_named_all_the_same(tmp_path):
+    (told,) = broken_off_and_resumed(ByHand, tmp_path, (True, 3))
+    assert "waited in vain in the training pass of epoch 0" in told
+
+
 class LooksOnCB:
     "Has something else to do in such a loop"
 
