@@ -21,6 +21,7 @@ from ..loop.shared_attributes import offering
 from .closures import refuse_closure
 from .example_losses import reduction_of
 from .optimizer_options import StepGuard, parameters_beside, parameters_of
+from .other_steps import OtherOptimizers
 from ..basics.tensors import batch_weight
 from ..basics.old_names import old_words
 
@@ -74,6 +75,12 @@ _STEPPED = ('In batch {i} `trainer.opt` was about to step outside the event `ste
             '`AccumulationCB` is still gathering, so the update would not be that of the big batch. Let '
             "`{cls}.one_batch` step by `self.run_callbacks('step')`, in place of `self.opt.step()` and of "
             'counting it: that does nothing until a window is complete.')
+_BESIDE = ('In batch {i} `{path}` was about to step with gradients that {what}, so the update would not be '
+           'that of the big batch. Let it step and clear in `after_step`, a method of the trainer or of a '
+           'callback, which is run when a window is complete; or let `trainer.opt` have its weights. If it '
+           'is to have gradients of a `backward` of its own alone, clear them before that.')
+_PARTS = ('`AccumulationCB` is still gathering',
+          '`AccumulationCB` has gathered, and of which a part was cleared on the way')
 
 @old_words
 class AccumulationCB:
@@ -91,6 +98,8 @@ class AccumulationCB:
         self._several,self._exchange,self._told = False,None,False
         self._own,self._heard = False,False # A batch of the user's own; is there a reason for gradients?
         self._guard = None # Then it is seen whether the optimizer steps on its own
+        self._others = None # Other optimizers that step what is gathered; looked for once a pass
+        self._kept = () # What `trainer.opt` had gradients for at the beginning of a window
         self._forget()
 
     def before_fit(self, trainer):
@@ -111,6 +120,12 @@ class AccumulationCB:
         "Let go of the parameters, and of the optimizer"
         if self._guard is not None: self._guard.close()
         self._params = self._guard = None
+        self._look_away()
+
+    def _look_away(self):
+        "Watch no other optimizers, and hold no parameters"
+        if self._others is not None: self._others.close()
+        self._others,self._kept = None,()
 
     def _forget(self):
         "No window is open"
@@ -136,7 +151,8 @@ def _has_gradients(self:AccumulationCB): return any(p.grad is not None for p in 
 @patch
 def _check_there(self:AccumulationCB, trainer):
     "Refuse to go on with a window whose gradients somebody has cleared"
-    if self._has_gradients(): return
+    params = self._kept or self._params()
+    if any(p.grad is not None for p in params): return
     raise RuntimeError(_GONE.format(i=trainer.batch_num, cls=type(trainer).__name__))
 
 @patch
@@ -146,6 +162,19 @@ def _see_steps(self:AccumulationCB, trainer):
         if self.n: raise RuntimeError(_STEPPED.format(i=trainer.batch_num, cls=type(trainer).__name__))
     takes_hooks = hasattr(getattr(trainer, 'opt', None), 'register_step_pre_hook')
     if takes_hooks: self._guard = StepGuard(trainer.opt, look)
+
+@patch
+def _look_for_others(self:AccumulationCB, trainer):
+    "Refuse a step of another optimizer with a part of what is gathered"
+    def refuse(path, cleared):
+        raise RuntimeError(_BESIDE.format(i=trainer.batch_num, path=path, what=_PARTS[cleared]))
+    self._others = OtherOptimizers(trainer, self._params(), lambda: self.n, refuse)
+
+@patch
+def _keep(self:AccumulationCB, trainer):
+    "Note what has got gradients in the first batch of a window"
+    groups = getattr(getattr(trainer, 'opt', None), 'param_groups', ())
+    self._kept = [p for group in groups for p in group['params'] if p.grad is not None]
 
 @patch
 def _weight_of(self:AccumulationCB, trainer):
@@ -165,6 +194,8 @@ def before_backward(self:AccumulationCB, trainer):
     self._loss,self._heard = trainer.loss,True
     if self.n == 0: self._put_aside()
     elif self._own: self._check_there(trainer)
+    if self._others is None: self._look_for_others(trainer)
+    for other in self._others: other.begin()
     if self.weigh != 'sum': self._look_beside(trainer)
     self._weight = self._weight_of(trainer)
     if torch.is_tensor(self._weight) or self._weight != 1: trainer.loss = trainer.loss*self._weight
@@ -173,6 +204,8 @@ def before_backward(self:AccumulationCB, trainer):
 def after_backward(self:AccumulationCB, trainer):
     "Give the loss back as it was, and count the batch, now that its gradient is in the sum"
     self._give_back(trainer)
+    if self._own and self.n == 0: self._keep(trainer)
+    for other in self._others or (): other.note()
     self.n,self.total = self.n+1,self.total+self._weight
     for theirs in self._theirs.values(): theirs.count(self._weight)
     if self._counted == trainer.batch_num and not self._told:
@@ -306,6 +339,7 @@ def _closed_before(self:AccumulationCB, trainer):
 def cleanup_epoch(self:AccumulationCB, trainer):
     "Drop what was gathered in a pass that broke off"
     self._closed,self._counted,self._beside = -1,None,None
+    self._look_away()
     if self.n or self._aside is not None: self._drop()
 
 @patch

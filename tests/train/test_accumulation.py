@@ -826,6 +826,167 @@ def test_a_step_in_a_span_of_ones_own_and_one_of_another_optimizer_are_right():
     assert own.n_updates == 3 and torch.equal(weights(own), weights(built_in))
 
 
+# A second optimizer for a part of the model
+
+
+def optimizers_in(trainer):
+    "One of the first layer, which the loop steps, and one of the last"
+    return (optim.SGD(trainer.model[i].parameters(), 0.1) for i in (0, 2))
+
+
+def two_optimizers(*lines, after_step=None, hold=lambda t, opt: setattr(t, "opt_head", opt)):
+    "A trainer with a batch of its own, and what is done in it"
+
+    class Two(own_batch(*lines)):
+        def before_fit(self):
+            self.opt, self.head = optimizers_in(self)
+            hold(self, self.head)
+            del self.head
+
+    if after_step:
+        Two.after_step = after_step
+    return Two
+
+
+def steps_head(trainer):
+    trainer.opt_head.step()
+
+
+def clears_head(trainer):
+    trainer.opt_head.zero_grad()
+
+
+def clips_head(trainer):
+    nn.utils.clip_grad_norm_(trainer.model[2].parameters(), 1e-3)
+
+
+def steps_and_clears_head(trainer):
+    steps_head(trainer)
+    clears_head(trainer)
+
+
+TAKES_PART = {
+    "steps and clears": [run("backward", "step"), steps_head, run("zero_grad"), clears_head],
+    "steps": [run("backward", "step"), steps_head, run("zero_grad")],
+    "steps first": [run("backward"), steps_head, clears_head, run("step", "zero_grad")],
+    "clips": [run("backward"), clips_head, steps_head, run("step", "zero_grad")],
+}
+
+
+@pytest.mark.parametrize("kind", TAKES_PART)
+def test_another_optimizer_that_steps_with_a_part_of_a_window_is_refused(kind):
+    "The gradient of one batch was divided by those of all"
+    cls = two_optimizers(*TAKES_PART[kind])
+    with pytest.raises(RuntimeError, match="batch 0 `trainer.opt_head` .* still gathering.* in `after_step`"):
+        fitted(cls)
+
+
+def test_another_optimizer_that_loses_a_part_of_a_window_is_refused():
+    lines = [run("backward", "step"), clears_head, run("zero_grad")]
+    with pytest.raises(RuntimeError, match="batch 1 `trainer.opt_head` .* a part was cleared on the way"):
+        fitted(two_optimizers(*lines, after_step=steps_head))
+
+
+def test_an_optimizer_of_a_callback_or_in_a_list_is_refused_by_its_name():
+    class HeadCB:
+        def before_fit(self, trainer):
+            self.opts = [*optimizers_in(trainer)]
+
+        def after_batch(self, trainer):
+            self.opts[1].step()
+
+    for cls, cbs in ((Trainer, [BasicTrainCB()]), (two_optimizers(run("backward", "step", "zero_grad")), [])):
+        with pytest.raises(RuntimeError, match=r"batch 0 `HeadCB.opts\[1\]` was about to step"):
+            fitted(cls, *cbs, HeadCB())
+
+
+def test_what_one_optimizer_has_lost_is_seen_beside_gradients_of_another():
+    lines = [run("backward", "step"), lambda o: o.opt.zero_grad()]
+    with pytest.raises(RuntimeError, match="gone at batch 1, .* clears them itself"):
+        fitted(two_optimizers(*lines, after_step=steps_and_clears_head))
+
+
+def test_another_optimizer_that_steps_when_a_window_is_complete_is_right():
+    class HeadCB:
+        def after_step(self, trainer):
+            steps_and_clears_head(trainer)
+
+    def steps_if_complete(trainer):
+        if trainer.AccumulationCB.n == 0:
+            steps_and_clears_head(trainer)
+
+    events = run("backward", "step", "zero_grad")
+    built_in = fitted(Trainer, BasicTrainCB())
+    ways = [
+        (two_optimizers(events, after_step=steps_and_clears_head), []),
+        (two_optimizers(events), [HeadCB()]),
+        (two_optimizers(run("backward", "step"), steps_if_complete, run("zero_grad")), []),
+    ]
+    for cls, cbs in ways:
+        own = fitted(cls, *cbs)
+        assert torch.equal(weights(own), weights(built_in)) and not own.opt._optimizer_step_pre_hooks
+        assert not own.opt_head._optimizer_step_pre_hooks
+
+
+def judge(trainer, real, fake):
+    scores = trainer.model["d"](torch.cat([real, fake]))
+    return F.softplus(scores * torch.tensor([-1.0, 1.0]).repeat_interleave(len(real))[:, None]).mean()
+
+
+class Pair(StepsAsMethods):
+    "A judge, which steps in every batch, and a generator, both in one model"
+
+    set_to_none, judge_first, leaves = True, True, False
+
+    def before_fit(self):
+        self.opt, self.opt_d = (optim.SGD(self.model[o].parameters(), 0.1) for o in "gd")
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        real, noise = self.batch
+        fake = self.model["g"](noise)
+        if self.judge_first:
+            self.learn_to_judge(real, fake)
+        self.model["d"].requires_grad_(self.leaves)
+        self.loss = F.softplus(-self.model["d"](fake)).mean()
+        self.run_callbacks("backward", "step", "zero_grad")
+        self.model["d"].requires_grad_(True)
+        if not self.judge_first:
+            self.learn_to_judge(real, fake)
+
+    def learn_to_judge(self, real, fake):
+        self.opt_d.zero_grad(set_to_none=self.set_to_none)
+        judge(self, real, fake.detach()).backward()
+        self.opt_d.step()
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("judge_first", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_network_of_a_pair_that_goes_backward_by_itself_is_right(set_to_none, judge_first, leaves):
+    "What the loss of the other has left in it was cleared first"
+    batches = [(torch.randn(4, 2), torch.randn(4, 2)) for _ in range(6)]
+    model = nn.ModuleDict(dict(g=nn.Linear(2, 2), d=nn.Linear(2, 1)))
+    trainer = Pair(DataLoaders(batches), None, None, copy.deepcopy(model), [AccumulationCB(2)])
+    trainer.set_to_none, trainer.judge_first, trainer.leaves = set_to_none, judge_first, leaves
+    trainer.fit(1, valid=False)
+    by_hand = SimpleNamespace(model=model)
+    opt_g, opt_d = (optim.SGD(model[o].parameters(), 0.1) for o in "gd")
+    for i, (real, noise) in enumerate(batches):
+        fake = model["g"](noise)
+        for step in (0, 1) if judge_first else (1, 0):
+            if step == 0:
+                opt_d.zero_grad()
+                judge(by_hand, real, fake.detach()).backward()
+                opt_d.step()
+                continue
+            (F.softplus(-model["d"](fake)).mean() / 2).backward()
+            if i % 2:
+                opt_g.step()
+                opt_g.zero_grad()
+    assert all(map(torch.equal, trainer.model.parameters(), model.parameters()))
+
+
 # Where a batch of one's own clears
 
 
