@@ -575,7 +575,7 @@ MUTANTS = [
     Mutant(
         "gradients in an open window are not saved",
         "AccumulationCB.state_dict",
-        "grads=[_copied(p.grad) for p in params]",
+        "grads=[copied(p.grad) for p in params]",
         "grads=[None for p in params]",
         ["test_accumulation::test_going_on_from_a_saved_state_is_never_having_stopped"],
     ),

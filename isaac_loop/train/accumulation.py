@@ -20,8 +20,9 @@ from ..loop.passes import rows_here
 from ..loop.shared_attributes import offering
 from .closures import refuse_closure
 from .example_losses import reduction_of
-from .optimizer_options import StepGuard, parameters_beside, parameters_of
-from .other_steps import OtherOptimizers
+from .optimizer_options import parameters_beside, parameters_of
+from .others_gradients import Theirs, copied
+from .window_watch import WindowWatch, check_heard
 from ..basics.tensors import batch_weight
 from ..basics.old_names import old_words
 
@@ -59,28 +60,9 @@ _OWN_BATCH = ('In several processes `AccumulationCB` closes its windows by the n
               '`{cls}.one_batch` is your own, which may go backward more or less than once in a batch. '
               'Gather the gradients there, or train in one process.')
 
-_BY_EVENTS = ("Let it go on by `self.run_callbacks('backward', 'step', 'zero_grad')`, in place of "
-              '`self.loss.backward()` and `self.opt.zero_grad()`; `BasicTrainCB` answers all three, or three '
-              'methods of the trainer.')
-
 _TWICE = ('In batch {} the gradients of more than one `backward` have come, and `AccumulationCB({})` counts '
           'each like a batch. Where they belong to several optimizers their sums are mixed: gather them in '
           '`one_batch` yourself. Otherwise let it count as many as there are.')
-
-_NOT_HEARD = ('`{cls}.one_batch` has come to a step with gradients of which `AccumulationCB` knows nothing: '
-              'without the event `backward` it counts no batch, and lets no update come. ' + _BY_EVENTS)
-_GONE = ('The gradients that `AccumulationCB` had gathered are gone at batch {i}, so the update would not be '
-         'that of the big batch: `{cls}.one_batch` clears them itself. ' + _BY_EVENTS)
-_STEPPED = ('In batch {i} `trainer.opt` was about to step outside the event `step`, with gradients that '
-            '`AccumulationCB` is still gathering, so the update would not be that of the big batch. Let '
-            "`{cls}.one_batch` step by `self.run_callbacks('step')`, in place of `self.opt.step()` and of "
-            'counting it: that does nothing until a window is complete.')
-_BESIDE = ('In batch {i} `{path}` was about to step with gradients that {what}, so the update would not be '
-           'that of the big batch. Let it step and clear in `after_step`, a method of the trainer or of a '
-           'callback, which is run when a window is complete; or let `trainer.opt` have its weights. If it '
-           'is to have gradients of a `backward` of its own alone, clear them before that.')
-_PARTS = ('`AccumulationCB` is still gathering',
-          '`AccumulationCB` has gathered, and of which a part was cleared on the way')
 
 @old_words
 class AccumulationCB:
@@ -97,9 +79,7 @@ class AccumulationCB:
         self.weigh,self._params = weigh,None
         self._several,self._exchange,self._told = False,None,False
         self._own,self._heard = False,False # A batch of the user's own; is there a reason for gradients?
-        self._guard = None # Then it is seen whether the optimizer steps on its own
-        self._others = None # Other optimizers that step what is gathered; looked for once a pass
-        self._kept = () # What `trainer.opt` had gradients for at the beginning of a window
+        self._watch = None # It sees who steps or clears by itself
         self._forget()
 
     def before_fit(self, trainer):
@@ -117,15 +97,9 @@ class AccumulationCB:
         if n: trainer.updates_per_epoch = math.ceil(n/self.n_batches)
 
     def cleanup_fit(self, trainer):
-        "Let go of the parameters, and of the optimizer"
-        if self._guard is not None: self._guard.close()
-        self._params = self._guard = None
-        self._look_away()
-
-    def _look_away(self):
-        "Watch no other optimizers, and hold no parameters"
-        if self._others is not None: self._others.close()
-        self._others,self._kept = None,()
+        "Let go of the parameters, and of the optimizers"
+        if self._watch is not None: self._watch.close()
+        self._params = self._watch = None
 
     def _forget(self):
         "No window is open"
@@ -149,34 +123,6 @@ def _put_aside(self:AccumulationCB):
 def _has_gradients(self:AccumulationCB): return any(p.grad is not None for p in self._params())
 
 @patch
-def _check_there(self:AccumulationCB, trainer):
-    "Refuse to go on with a window whose gradients somebody has cleared"
-    params = self._kept or self._params()
-    if any(p.grad is not None for p in params): return
-    raise RuntimeError(_GONE.format(i=trainer.batch_num, cls=type(trainer).__name__))
-
-@patch
-def _see_steps(self:AccumulationCB, trainer):
-    "Refuse a step of the optimizer while a window is open; whoever closes it has divided the sum"
-    def look():
-        if self.n: raise RuntimeError(_STEPPED.format(i=trainer.batch_num, cls=type(trainer).__name__))
-    takes_hooks = hasattr(getattr(trainer, 'opt', None), 'register_step_pre_hook')
-    if takes_hooks: self._guard = StepGuard(trainer.opt, look)
-
-@patch
-def _look_for_others(self:AccumulationCB, trainer):
-    "Refuse a step of another optimizer with a part of what is gathered"
-    def refuse(path, cleared):
-        raise RuntimeError(_BESIDE.format(i=trainer.batch_num, path=path, what=_PARTS[cleared]))
-    self._others = OtherOptimizers(trainer, self._params(), lambda: self.n, refuse)
-
-@patch
-def _keep(self:AccumulationCB, trainer):
-    "Note what has got gradients in the first batch of a window"
-    groups = getattr(getattr(trainer, 'opt', None), 'param_groups', ())
-    self._kept = [p for group in groups for p in group['params'] if p.grad is not None]
-
-@patch
 def _weight_of(self:AccumulationCB, trainer):
     "How much the batch weighs beside the first of its window"
     if self.weigh in ('mean', 'sum'): return 1.
@@ -190,12 +136,10 @@ def before_backward(self:AccumulationCB, trainer):
     "Weigh the loss"
     self._complete = False
     if self._several: return
-    if self._own and self._guard is None: self._see_steps(trainer)
     self._loss,self._heard = trainer.loss,True
     if self.n == 0: self._put_aside()
-    elif self._own: self._check_there(trainer)
-    if self._others is None: self._look_for_others(trainer)
-    for other in self._others: other.begin()
+    if self._watch is None: self._watch = WindowWatch(self._params, lambda: self.n, self._own)
+    self._watch.begin(trainer)
     if self.weigh != 'sum': self._look_beside(trainer)
     self._weight = self._weight_of(trainer)
     if torch.is_tensor(self._weight) or self._weight != 1: trainer.loss = trainer.loss*self._weight
@@ -204,8 +148,7 @@ def before_backward(self:AccumulationCB, trainer):
 def after_backward(self:AccumulationCB, trainer):
     "Give the loss back as it was, and count the batch, now that its gradient is in the sum"
     self._give_back(trainer)
-    if self._own and self.n == 0: self._keep(trainer)
-    for other in self._others or (): other.note()
+    if self._watch is not None: self._watch.note(trainer)
     self.n,self.total = self.n+1,self.total+self._weight
     for theirs in self._theirs.values(): theirs.count(self._weight)
     if self._counted == trainer.batch_num and not self._told:
@@ -230,49 +173,14 @@ def _give_back(self:AccumulationCB, trainer):
     if self._loss is not None: trainer.loss,self._loss = self._loss,None
 
 # %% ../../nbs/train/20_accumulation.ipynb #6485d25f
-def _version(grad): return None if grad is None else grad._version
-
-class _Theirs:
-    "What the losses of a window have added to the gradient of a parameter that is not trained here"
-    def __init__(self, p, weight=0, old=None):
-        self.p,self.weight,self.old = p,weight,old # Old is what was there before
-        self._note()
-
-    def _note(self): self.grad,self.version = self.p.grad,_version(self.p.grad)
-    def _is_as_noted(self): return self.p.grad is self.grad and _version(self.p.grad) == self.version
-    def there(self): return self.grad is not None and self._is_as_noted()
-    def state(self): return [_copied(self.weight), _copied(self.old)]
-
-    def begin(self):
-        "Before a backward pass: what another has written meanwhile is not ours"
-        if not self._is_as_noted(): self.__init__(self.p, 0, _copied(self.p.grad))
-
-    def count(self, weight):
-        "After it: count a loss that has come here"
-        if self._is_as_noted(): return
-        if self.p.grad is not self.grad: self.weight,self.old = 0,None # It was cleared first
-        self.weight = self.weight+weight
-        self._note()
-
-    @torch.no_grad()
-    def divide(self):
-        "Make a mean of the losses"
-        weight = self.weight
-        if torch.is_tensor(weight): weight = torch.where(weight > 0, weight, 1).to(self.p.device)
-        elif weight in (0, 1): return
-        if not self.there(): return
-        if self.old is not None: self.grad.sub_(self.old.to(self.grad.device))
-        self.grad.div_(weight)
-        if self.old is not None: self.grad.add_(self.old.to(self.grad.device))
-
 @patch
 def _look_beside(self:AccumulationCB, trainer):
     "See which gradients of others are there before a backward pass; who the others are is asked once a pass"
     if self._beside is None: self._beside = parameters_beside(trainer)
     for path,p in self._beside.items():
-        if path in self._saved: self._theirs[path] = _Theirs(p, *self._saved.pop(path))
+        if path in self._saved: self._theirs[path] = Theirs(p, *self._saved.pop(path))
         elif path in self._theirs: self._theirs[path].begin()
-        else: self._theirs[path] = _Theirs(p, 0, _copied(p.grad))
+        else: self._theirs[path] = Theirs(p, 0, copied(p.grad))
 
 # %% ../../nbs/train/20_accumulation.ipynb #57a549f9
 @patch
@@ -282,7 +190,7 @@ def before_step(self:AccumulationCB, trainer):
     else:
         last = trainer.batch_num+1 == trainer.n_batches
         complete = self.n >= self.n_batches or (last and self.n) or self._closing
-        if self._own and not self._heard: self._check_heard(trainer)
+        if self._own and not self._heard: check_heard(trainer, self._params())
     if not complete: self._wait()
     self._closed = trainer.batch_num
     self._finish()
@@ -292,11 +200,6 @@ def _wait(self:AccumulationCB):
     "Leave a step out"
     self._complete = False
     raise CancelStepException('gathering more gradients')
-
-@patch
-def _check_heard(self:AccumulationCB, trainer):
-    "Refuse gradients that came without a `backward`"
-    if self._has_gradients(): raise RuntimeError(_NOT_HEARD.format(cls=type(trainer).__name__))
 
 @patch
 def before_zero_grad(self:AccumulationCB, trainer):
@@ -339,7 +242,7 @@ def _closed_before(self:AccumulationCB, trainer):
 def cleanup_epoch(self:AccumulationCB, trainer):
     "Drop what was gathered in a pass that broke off"
     self._closed,self._counted,self._beside = -1,None,None
-    self._look_away()
+    if self._watch is not None: self._watch.end_pass()
     if self.n or self._aside is not None: self._drop()
 
 @patch
@@ -363,8 +266,6 @@ def _drop(self:AccumulationCB):
 _NO_PARAMETERS = ('`AccumulationCB` was given a window with gradients while nothing is training, so there '
                   'are no parameters to give them to. Load it while a fit is running.')
 
-def _copied(x): return x.detach().clone() if torch.is_tensor(x) else x
-
 def _like(p, grad): return None if grad is None else grad.to(p.device, p.dtype, copy=True)
 
 @patch
@@ -372,13 +273,13 @@ def state_dict(self:AccumulationCB)->dict: # Numbers and tensors; no gradients b
     "The open window: its count, its total and its gradients"
     params = self._params() if self.n or self._aside else []
     aside = {id(p): grad for p,grad in self._aside or ()}
-    grads = dict(grads=[_copied(p.grad) for p in params], aside=[_copied(aside.get(id(p))) for p in params])
+    grads = dict(grads=[copied(p.grad) for p in params], aside=[copied(aside.get(id(p))) for p in params])
     total,first = self.total,self._first
     if self._exchange is not None: total,first = self._exchange.gathered,1. # It weighs by what is counted
     theirs = {path: o.state() for path,o in self._theirs.items() if o.there()}
     if theirs: grads['theirs'] = theirs
     if not (self.n or self._complete): grads['cleared'] = True
-    return dict(n=self.n, total=_copied(total), first=_copied(first), **grads)
+    return dict(n=self.n, total=copied(total), first=copied(first), **grads)
 
 @patch
 def load_state_dict(self:AccumulationCB,
