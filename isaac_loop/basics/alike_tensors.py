@@ -21,13 +21,17 @@ def are_alike(
     "Whether these are many small tensors of PyTorch's own class, and of one kind"
     if len(values) < _FEW or {*map(type, values)} != {torch.Tensor}: return False
     if any(map(_wants_grad, values)) or len({*map(_kind_of, values)}) > 1: return False
-    if not _is_usual(values[0]) or not all(map(torch.Tensor.is_contiguous, values)): return False
+    if not _is_usual(values[0]) or not _lie_as_new(values): return False
     return not any(map(torch.Tensor.is_inference, values)) and not any(map(is_freed, values))
 
 def _is_usual(x):
     "Whether a tensor is small, on the CPU, and of a type that each of its numbers is one of"
     if x.device.type != 'cpu' or x.layout != torch.strided or x.is_nested: return False
     return 0 < x.numel() <= _SMALL and not (x.is_complex() or x.is_quantized)
+
+def _lie_as_new(values):
+    "Whether numbers follow one another as in a new tensor; one of a single channel may be turned"
+    return {*map(torch.Tensor.stride, values)} == {torch.empty(values[0].shape, device='meta').stride()}
 
 def is_freed(
     x, # A tensor with numbers
