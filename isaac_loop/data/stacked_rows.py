@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader
 
+from ..basics.bits import bytes_of
 from ..basics.tensors import SEQUENCES, map_tensors
 from .sampling import BatchReader, SeededBatchSampler, WorkerStart, as_it_is, seeded_with
 
@@ -69,7 +70,7 @@ def same_bits(
 )->bool:
     "Whether two tensors are equal in every bit"
     if a.dtype != b.dtype or a.shape != b.shape: return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 def _differ(a, b): return torch.is_tensor(a) and torch.is_tensor(b) and not same_bits(a, b)
 

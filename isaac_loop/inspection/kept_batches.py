@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..basics.bits import bytes_of
 from ..basics.checks import warn
 from ..basics.tables import Table
 
@@ -80,7 +81,7 @@ def loss_now(
     if torch.is_tensor(loss): return loss.detach().clone()
     return loss if isinstance(loss, (int, float)) else None
 
-def _bits(x): return x.cpu().contiguous().reshape(-1).view(torch.uint8)
+def _bits(x): return bytes_of(x.cpu())
 
 def same_bits(
     a, # A tensor, a number or None

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn, optim
 
+from ..basics.bits import bytes_of
 from ..loop.callback_list import is_in
 from ..state.random_numbers import random_state
 from ..state.trainer_parts import parts_of
@@ -119,8 +120,7 @@ def digest(
     if not torch.is_tensor(x): return _hashed(repr(x).encode())
     about = repr((x.dtype, tuple(x.shape), str(x.layout))).encode()
     if x.layout != torch.strided: x = x.detach().to_dense()
-    x = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return _hashed(about, x.reshape(-1).view(torch.uint8).numpy() if x.numel() else b'')
+    return _hashed(about, bytes_of(x.detach().cpu()).numpy() if x.numel() else b'')
 
 # %% ../../nbs/inspection/21_run_values.ipynb #d6dafc74
 NOT_THERE = object() # In the place of a value that one of two runs does not have

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..basics.alike_tensors import are_alike
+from ..basics.bits import bytes_of
 from ..basics.tensors import OF_MODULES
 from ..data.random_generators import drawn_from, is_seeds
 from .mementos import slots_of
@@ -151,8 +152,8 @@ def digest_of_bytes(x):
     if x.numel() and not x.untyped_storage().nbytes(): return None # Its memory was freed
     x = x.detach()
     once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())] # Expanded rows are one
-    once = once.resolve_conj().resolve_neg().cpu().reshape(-1) # Waits for the device; no batch does
-    return crc32(once.view(torch.uint8).numpy()), x.dtype, tuple(x.shape)
+    read = bytes_of(once.cpu()) # Waits for the device; no batch does
+    return crc32(read.numpy()), x.dtype, tuple(x.shape)
 
 # %% ../../nbs/state/30_change_marks.ipynb #802a00d5
 MANY,_DEEP = 10_000,50

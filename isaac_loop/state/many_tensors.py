@@ -12,6 +12,7 @@ from operator import attrgetter
 import torch
 
 from isaac_loop.basics.alike_tensors import is_freed
+from isaac_loop.basics.bits import bytes_of
 from isaac_loop.state.mementos import reset_tensor
 
 # %% ../../nbs/state/19_many_tensors.ipynb #eb8d8801
@@ -67,4 +68,4 @@ def _are_still_alike(tensors, places, kinds):
 def _are_still(data, values):
     "Whether values are the same, bit for bit; a device is not waited for"
     if values.device.type != 'cpu': return False
-    return torch.equal(torch.stack(data).view(torch.uint8), values.view(torch.uint8))
+    return torch.equal(bytes_of(torch.stack(data)), bytes_of(values))

@@ -12,6 +12,7 @@ from zlib import crc32
 
 import torch
 
+from isaac_loop.basics.bits import bytes_of
 from isaac_loop.state.change_marks import SIMPLE, is_installed
 from isaac_loop.state.filled_objects import is_numeric
 
@@ -64,7 +65,7 @@ def _seen(x):
     x = torch.as_tensor(x).detach().flatten()
     kind = f'{x.dtype} {tuple(x.shape)}'
     x = x[::-(-len(x)//_MOST) or 1].cpu()
-    if not x.is_floating_point(): return [f'{kind} {crc32(x.contiguous().view(torch.uint8).numpy())}']
+    if not x.is_floating_point(): return [f'{kind} {crc32(bytes_of(x).numpy())}']
     if len(x) <= _EACH: return [kind, *x.tolist()]
     odd,x = int((~x.isfinite()).sum()),x.double().nan_to_num(0.1, 0.2, 0.3)
     return [f'{kind} {odd}', [float(x.norm()), float(x@torch.arange(len(x), dtype=x.dtype).cos())]]

@@ -10,6 +10,7 @@ import hashlib
 
 import torch
 
+from isaac_loop.basics.bits import bytes_of
 from isaac_loop.basics.checks import warn
 from isaac_loop.data.sampling import seed_with
 from isaac_loop.loop.events import callback_name
@@ -48,7 +49,7 @@ def _feed(digest, x):
 def _feed_tensor(digest, x):
     if x.layout != torch.strided: x = x.to_dense()
     digest.update(f'{x.dtype} {tuple(x.shape)}'.encode())
-    digest.update(x.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    digest.update(bytes_of(x).numpy().data)
 
 def _digest_of(x):
     digest = hashlib.sha256()

@@ -11,6 +11,9 @@ from isaac_loop.all import BasicTrainCB, DataLoaders, EvaluatorCB, Trainer
 from isaac_loop.state.snapshot import Snapshot
 
 
+LAST = torch.channels_last
+
+
 class Holder:
     def __init__(self, kept):
         self.kept = kept
@@ -29,6 +32,11 @@ KINDS = {
     "half": lambda: [torch.randn(2, dtype=torch.bfloat16) for _ in range(9)],
     "complex": lambda: [torch.randn(2, dtype=torch.complex64) for _ in range(9)],
     "parts of one": lambda: list(torch.randn(9, 2)),
+    "channels last": lambda: [torch.randn(2, 3, 2, 2).to(memory_format=LAST) for _ in range(9)],
+    "pixels": lambda: [torch.randn(2, 3, 1, 1).to(memory_format=LAST) for _ in range(9)],
+    "transposed": lambda: [torch.randn(2, 3).T for _ in range(9)],
+    "columns": lambda: [torch.randn(3, 4)[:, ::2] for _ in range(9)],
+    "overlapping": lambda: [torch.ones(4).as_strided((3, 2), (1, 1)) for _ in range(9)],
     "one, many times": lambda: [torch.randn(1).expand(4) for _ in range(9)],
     "nothing": lambda: [torch.empty(0) for _ in range(9)],
     "weights": lambda: [nn.Parameter(torch.randn(2)) for _ in range(9)],
@@ -138,6 +146,14 @@ def test_values_whose_memory_was_freed_are_refused_among_others():
         Snapshot(Holder(xs))
 
 
+def test_images_that_lie_otherwise_in_memory_are_put_back_where_they_lie():
+    xs = [torch.randn(2, 3, 2, 2).to(memory_format=LAST) for _ in range(5)]
+    snapshot, steps = Snapshot(Holder(xs)), xs[0].stride()
+    xs[3].data = xs[3].contiguous()
+    snapshot.restore()
+    assert [x.stride() for x in xs] == [steps] * 5
+
+
 class LossesCB:
     "Keeps the loss of each batch, and writes to the first of them in validation"
 
@@ -163,3 +179,22 @@ def test_an_evaluation_leaves_what_a_callback_has_gathered_as_it_was():
 
     seen = fitted(EvaluatorCB(updates=5, at_end=False))
     assert torch.equal(torch.stack(seen), torch.stack(fitted())) and not any(x.requires_grad for x in seen)
+
+
+def test_images_in_channels_last_may_be_kept_through_an_evaluation():
+    class ImagesCB:
+        def before_fit(self, trainer):
+            self.images = []
+
+        def after_batch(self, trainer):
+            if trainer.training:
+                self.images.append(trainer.batch[0].clone())
+
+    batches = [(torch.randn(2, 3, 4, 4).to(memory_format=LAST), torch.randint(2, (2,))) for _ in range(6)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=LAST)
+    callbacks = [BasicTrainCB(), ImagesCB()]
+    trainer = Trainer(DataLoaders(batches, batches), F.cross_entropy, optim.SGD, model, callbacks)
+    trainer.fit(1, lr=0.1)
+    images = [x.clone() for x in trainer.ImagesCB.images]
+    trainer.validate(batches)
+    assert len(images) == 6 and all(map(torch.equal, trainer.ImagesCB.images, images))
