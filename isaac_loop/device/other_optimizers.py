@@ -9,13 +9,12 @@ __all__ = []
 import math
 
 import torch
-from torch.amp.grad_scaler import OptState
-from torch.utils.weak import TensorWeakRef
 
 from ..basics.checks import warn
 from ..basics.tensors import whole
+from .gradient_sizes import place_of_grad
 from ..loop.pass_checks import held_optimizers
-from ..train.optimizer_options import StepGuard, parameters_beside
+from ..train.optimizer_options import parameters_beside
 
 # %% ../../nbs/device/18_other_optimizers.ipynb #2c53a7c0
 SCALED = ('`{path}` has got a gradient through `trainer.loss`, which `MixedPrecisionCB` scales, and '
@@ -26,12 +25,6 @@ OVERFLOWED = ('`{path}` has got a gradient that is not finite, and an optimizer 
               'with it, which spoils the weights. `MixedPrecisionCB` scales `trainer.loss` until gradients '
               'overflow, and leaves out such steps of `trainer.{opt}` alone. Put it into a group of '
               "`trainer.{opt}`, leave such steps out, or use 'bfloat16'.")
-
-def place_of_grad(
-    grad, # A gradient, or None
-)->list: # Another one after each change
-    "Which gradient this is, and in which version"
-    return [None, None] if grad is None else [id(grad), grad._version]
 
 def _held_by(opts):
     "Which parameters some optimizers hold, by `id`"
@@ -117,46 +110,3 @@ def optimizers_beside(
     parts = [(opt, [(path, p) for path,p in free if id(p) in _held_by([opt])]) for opt in found.values()]
     messages = [o.replace('{opt}', name) for o in (SCALED, OVERFLOWED)]
     return [Beside(opt, part, *messages) for opt,part in parts if part]
-
-# %% ../../nbs/device/18_other_optimizers.ipynb #53c608e6
-BY_HAND = ('`trainer.{opt}` was about to step outside the event `step`, with gradients that `{cb}` has '
-           "scaled: {scale:g} times as large as they are. Let `one_batch` step by "
-           "`self.run_callbacks('step')`, in place of `self.{opt}.step()` and of counting it; or use "
-           "'bfloat16', which scales nothing.")
-
-class StepsByHand(StepGuard):
-    "The optimizer whose gradients are scaled: is it about to step before anybody has divided them?"
-    def __init__(self,
-        opt, # PyTorch's
-        scaler, # Its `GradScaler`
-        message:str, # Has a place for `scale`
-    ):
-        super().__init__(opt, self._look)
-        self.opt,self.scaler,self.message = opt,scaler,message
-        self.parameters = [p for group in opt.param_groups for p in group['params']]
-        self.before,self._grad,self._version = [],None,0
-
-    def begin(self):
-        "Note which gradients there are before a backward pass"
-        self.before = [place_of_grad(p.grad) for p in self.parameters]
-
-    def note(self):
-        "After it note one that has come; the others need not be looked at any more"
-        for p,before in zip(self.parameters, self.before):
-            if p.grad is None or p.grad.is_sparse or place_of_grad(p.grad) == before: continue
-            self.parameters,self._grad,self._version = [p],TensorWeakRef(p.grad),p.grad._version
-            return
-
-    def _is_scaled(self):
-        "Whether the gradient is as the backward pass has left it, and no scaler has divided it"
-        grad = None if self._grad is None else self._grad()
-        is_as_left = grad is not None and self.parameters[0].grad is grad and grad._version == self._version
-        divides_itself = getattr(self.opt, 'grad_scale', None) is not None # A fused one, as in `Beside`
-        if not is_as_left or divides_itself: return False
-        stages = getattr(self.scaler, '_per_optimizer_states', None) # Dividing leaves the version as it was
-        return stages is not None and stages.get(id(self.opt), {}).get('stage') in (None, OptState.READY)
-
-    def _look(self):
-        "Refuse a step that would be too long"
-        scale = self.scaler.get_scale() if self._is_scaled() else 1
-        if scale != 1: raise RuntimeError(self.message.format(scale=scale))

@@ -6,18 +6,20 @@
 __all__ = ['MixedPrecisionCB']
 
 # %% ../../nbs/device/20_precision.ipynb #3729c23b
+from functools import partial
+
 import torch
 from fastcore.basics import patch
 from torch.amp import GradScaler, autocast
 
 from ..basics.checks import check_number, warn
 from ..basics.settings import show_settings
-from .other_optimizers import gradients_beside, optimizers_beside, place_of_grad
-from .other_optimizers import BY_HAND, SCALED, StepsByHand
+from .gradient_sizes import place_of_grad
+from .other_optimizers import SCALED, gradients_beside, optimizers_beside
+from .steps_by_hand import steps_by_hand
 from .steps_left_out import warn_of_replaced
 from ..loop.events import CancelException, CancelStepException, Order, at_order, replaces
 from ..loop.events import callback_name
-from ..loop.handlers import has_own_batch
 from ..loop.optimizer import check_opt_name, one_optimizer
 from ..train.closures import refuse_closure
 
@@ -103,11 +105,7 @@ def _see_others(self:MixedPrecisionCB, trainer):
     names = {o.opt for o in trainer.callbacks if isinstance(o, MixedPrecisionCB)}
     opts = [getattr(trainer, name, None) for name in names]
     self._others,self._beside = gradients_beside(trainer, opts),optimizers_beside(trainer, opts, self.opt)
-    self._unseen = self._beside
-    opt = getattr(trainer, self.opt, None)
-    if not has_own_batch(trainer) or not hasattr(opt, 'register_step_pre_hook'): return
-    message = BY_HAND.replace('{opt}', self.opt).replace('{cb}', callback_name(self))
-    self._by_hand = StepsByHand(opt, self.scaler, message)
+    self._unseen,self._by_hand = self._beside,steps_by_hand(trainer, self)
 
 @patch
 def _warn_of_scaled(self:MixedPrecisionCB):
@@ -174,7 +172,8 @@ def before_step(self:MixedPrecisionCB, trainer):
 def _step(self:MixedPrecisionCB, trainer):
     "Let the optimizer step, unless a gradient overflowed"
     before = self.scaler.get_scale()
-    self.scaler.step(getattr(trainer, self.opt))
+    step = partial(self.scaler.step, getattr(trainer, self.opt))
+    step() if self._by_hand is None else self._by_hand.let(step)
     self.scaler.update()
     self._unscaled = False
     overflowed = self.scaler.get_scale() < before
@@ -210,7 +209,9 @@ def before_epoch(self:MixedPrecisionCB, trainer):
 
 @patch
 def cleanup_epoch(self:MixedPrecisionCB, trainer):
-    "Say so if every step of the pass was left out"
+    "Say so if every step of the pass was left out, or one by hand should have been"
+    is_well = isinstance(trainer.exception, (type(None), CancelException))
+    if is_well and self._by_hand is not None: self._by_hand.tell()
     if not trainer.training or not 0 < self._tried == self._overflowed: return
     scale = self.scaler.get_scale()
     message = _ALL_OVERFLOWED.format(epoch=trainer.epoch, n=self._tried, scale=scale)

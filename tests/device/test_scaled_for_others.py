@@ -1,4 +1,5 @@
-"""Another optimizer than the one whose gradients `MixedPrecisionCB` scales (`device/other_optimizers.py`)."""
+"""Another optimizer than the one whose gradients `MixedPrecisionCB` scales (`device/other_optimizers.py`),
+and steps by hand of that one (`device/steps_by_hand.py`)."""
 
 import warnings
 from functools import partial
@@ -436,3 +437,222 @@ def test_a_step_after_a_backward_by_hand_says_what_is_missing():
             self.run_callbacks("step", "zero_grad")
 
     assert fitted(ScalesItself).n_updates == 8
+
+
+class AddsATerm(StepsItself):
+    "A second, small term goes backward by itself"
+
+    def make_ready(self):
+        (1e-3 * sum(p.square().sum() for p in self.model.parameters())).backward()
+
+
+class AddsNoise(StepsItself):
+    def make_ready(self):
+        for p in self.model.parameters():
+            p.grad += 1e-3 * torch.randn_like(p)
+
+
+class OnlyTheTop(StepsItself):
+    def make_ready(self):
+        self.model[0].zero_grad()
+
+
+class ClipsWide(StepsItself):
+    "So that nothing is clipped"
+
+    def make_ready(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e9)
+
+
+class MasksAll(StepsItself):
+    "By another tensor in the place of each gradient"
+
+    def make_ready(self):
+        for p in self.model.parameters():
+            p.grad = p.grad * torch.ones_like(p)
+
+
+class StepsLater(StepsItself):
+    "By the event at first"
+
+    def update(self):
+        if self.epoch < 3:
+            self.run_callbacks("step")
+        else:
+            self.opt.step()
+
+
+@pytest.mark.parametrize("cls", [AddsATerm, AddsNoise, OnlyTheTop, ClipsWide, MasksAll, StepsLater])
+def test_scaled_gradients_that_were_touched_are_refused_as_well(cls):
+    seen = []
+
+    class Watched(cls):
+        def update(self):
+            before = [p.detach().clone() for p in self.model.parameters()]
+            try:
+                super().update()
+            except RuntimeError:
+                seen.append(all(map(torch.equal, before, self.model.parameters())))
+                raise
+
+    with pytest.raises(RuntimeError, match="with gradients that `MixedPrecisionCB` has scaled: 8192 times"):
+        fitted(Watched, 2.0**13, n_epochs=4)
+    assert seen == [True]
+
+
+def told_by(cls, scale):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fitted(cls, scale)
+    return [str(o.message) for o in told]
+
+
+class Clips(StepsItself):
+    def make_ready(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 50.0)
+
+
+class ClipsValues(StepsItself):
+    def make_ready(self):
+        nn.utils.clip_grad_value_(self.model.parameters(), 5.0)
+
+
+@pytest.mark.parametrize("cls", [Clips, ClipsValues])
+def test_clipping_before_anybody_has_divided_is_named_once(cls):
+    (said,) = told_by(cls, 1024.0)
+    assert said.startswith("`trainer.opt` was about to step outside the event `step`")
+    assert "changed before anybody divided them, as by clipping" in said and "in `before_step`" in said
+
+
+@pytest.mark.parametrize("cls", [AddsATerm, AddsNoise])
+def test_a_smaller_scale_that_shows_is_only_a_warning(cls):
+    assert "changed before anybody divided them" in told_by(cls, 1024.0)[0]
+
+
+@pytest.mark.parametrize("cls", [Divides, DividesElsewhere, Unscales, AddsATerm, Clips])
+def test_a_step_by_hand_with_a_gradient_that_has_overflowed_is_named_once(cls):
+    (said,) = [o for o in told_by(cls, 2.0**120) if "in every one of" not in o]
+    assert "a gradient of `trainer.model.0.weight` that is not finite" in said
+
+
+def test_an_overflow_is_named_at_any_later_step_and_before_it_is_made():
+    class Grows(Divides):
+        def make_ready(self):
+            super().make_ready()
+            if self.n_updates == 14:
+                self.model[2].bias.grad += float("inf")
+
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(UserWarning, match="gradient of `trainer.model.2.bias` that"),
+    ):
+        warnings.simplefilter("error")
+        fitted(Grows, n_epochs=4)
+
+
+class DividesMemory(StepsItself):
+    "So that no version of a gradient is counted up"
+
+    def make_ready(self):
+        for p in self.model.parameters():
+            p.grad.data.div_(self.MixedPrecisionCB.scaler.get_scale())
+
+
+class DividesMemoryAndAdds(DividesMemory):
+    def make_ready(self):
+        super().make_ready()
+        (10 * sum(p.square().sum() for p in self.model.parameters())).backward()
+
+
+class DividesTogether(StepsItself):
+    def make_ready(self):
+        torch._foreach_div_(
+            [p.grad for p in self.model.parameters()], self.MixedPrecisionCB.scaler.get_scale()
+        )
+
+
+class DividesAndClips(Divides):
+    def make_ready(self):
+        super().make_ready()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class DividesAndAdds(Divides):
+    "Noise and a term that are larger than the gradient"
+
+    def make_ready(self):
+        super().make_ready()
+        (10 * sum(p.square().sum() for p in self.model.parameters())).backward()
+        for p in self.model.parameters():
+            p.grad += 3 * torch.randn_like(p)
+
+
+class DividesAndAddsMuch(Divides):
+    "As whoever samples by noise does"
+
+    def make_ready(self):
+        super().make_ready()
+        for p in self.model.parameters():
+            p.grad += 20 * torch.randn_like(p)
+
+
+class DividesAPart(Divides):
+    "The rest learns nothing"
+
+    def make_ready(self):
+        super().make_ready()
+        self.model[0].zero_grad()
+
+
+class DividesNothing(DividesMemory):
+    "Where a part of the model has no influence"
+
+    def make_ready(self):
+        super().make_ready()
+        with torch.no_grad():
+            self.model[2].weight.zero_()
+
+
+class StepsEachSecond(Divides):
+    "Gathers the gradients of two batches"
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss", "backward")
+        if self.batch_num % 2:
+            self.make_ready()
+            self.update()
+            self.n_updates += 1
+            self.run_callbacks("zero_grad")
+
+
+class LeavesOut(Divides):
+    def update(self):
+        if all(p.grad.isfinite().all() for p in self.model.parameters()):
+            self.opt.step()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [256.0, 2.0**14])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        DividesMemory,
+        DividesMemoryAndAdds,
+        DividesTogether,
+        DividesAndClips,
+        DividesAndAdds,
+        DividesAndAddsMuch,
+        DividesAPart,
+        DividesNothing,
+        StepsEachSecond,
+        LeavesOut,
+    ],
+)
+def test_whoever_divides_may_do_with_gradients_what_he_likes(cls, scale):
+    assert fitted(cls, scale, n_epochs=4).n_updates == (8 if cls is StepsEachSecond else 16)
+
+
+@pytest.mark.filterwarnings("error")
+def test_whoever_leaves_out_steps_that_have_overflowed_is_left_in_peace():
+    fitted(LeavesOut, 2.0**120)
