@@ -57,6 +57,7 @@ class Beside:
         self.n_looks = 10 # So many steps, while one does not tell
         self.path,self.p = None,None # The one that is measured
         self.limit,self.divided = None,None # Above the one it is scaled, below the other divided
+        self.is_done = False # A hook must not be removed while hooks run
         self.before,self._handle = [],opt.register_step_pre_hook(self._look)
 
     def begin(self):
@@ -79,6 +80,7 @@ class Beside:
 
     def _look(self, opt, *args):
         "Before the first step with it: warn if nobody has divided it, or if it is not finite"
+        if self.is_done: return
         there = [(path, p) for path,p in (self.spoilt or (None, None), (self.path, self.p)) if p is not None]
         sizes = {path: _size(p.grad) for path,p in there if p.grad is not None}
         not_finite = [path for path,size in sizes.items() if not math.isfinite(size)]
@@ -89,7 +91,7 @@ class Beside:
         if may_be_clipped and self.n_looks:
             self.divided,self.limit = -1,math.inf # From now on it only matters whether they are finite
             return
-        self.close()
+        self.is_done = True
         if divides_itself: return
         if not_finite: warn(self.overflow.format(path=not_finite[0]))
         elif sizes[self.path] > self.limit: warn(self.message.format(path=self.path))

@@ -109,6 +109,18 @@ def test_a_step_in_a_batch_of_ones_own_is_seen_before_it_is_made():
     assert torch.equal(model[2].weight, head)
 
 
+@pytest.mark.parametrize("scale", [64.0, 2.0**120])
+def test_it_may_have_hooks_of_others_that_came_later(scale):
+    steps = []
+
+    def hook_once(trainer):
+        if not steps:
+            trainer.opt_head.register_step_pre_hook(lambda *args: steps.append(1))
+
+    told, _ = told_in(HeadCB("after_backward", hook_once), scale=scale)
+    assert len([o for o in told if "in every one of" not in o]) == 1 and len(steps) == 8
+
+
 def test_gathered_gradients_are_seen_as_well():
     assert [o[: len(SCALED)] for o in told_in(HeadCB("after_step"), AccumulationCB(2))[0]] == [SCALED]
     assert told_in(HeadCB("after_step", divide), AccumulationCB(2))[0] == []
