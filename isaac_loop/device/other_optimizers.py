@@ -12,7 +12,7 @@ import torch
 
 from ..basics.checks import warn
 from ..basics.tensors import whole
-from .gradient_sizes import place_of_grad
+from .gradient_sizes import NotFinite, is_scalers, largest_of, place_of_grad
 from ..loop.pass_checks import held_optimizers
 from ..train.optimizer_options import parameters_beside
 
@@ -53,11 +53,9 @@ class Beside:
         overflow:str, # Likewise, for a gradient that is not finite
     ):
         self.parameters,self.message,self.overflow = parameters,message,overflow
-        self.spoilt = None # One that was not finite when it came
-        self.n_looks = 10 # So many steps, while one does not tell
-        self.path,self.p = None,None # The one that is measured
-        self.limit,self.divided = None,None # Above the one it is scaled, below the other divided
-        self.is_done = False # A hook must not be removed while hooks run
+        self.p,self.path = None,None # The one that is measured
+        self.limit = None # Above it is scaled
+        self.odd,self.is_done = NotFinite(),False # A hook must not be removed while hooks run
         self.before,self._handle = [],opt.register_step_pre_hook(self._look)
 
     def begin(self):
@@ -71,30 +69,33 @@ class Beside:
         for (path,p),before in zip(self.parameters, self.before):
             has_come = p.grad is not None and place_of_grad(p.grad) != before
             size = _size(p.grad) if has_come else 0
-            if not math.isfinite(size): self.spoilt = self.spoilt or (path, p)
-            elif size:
-                self.path,self.p = path,p
-                self.limit,self.divided = size/scale**0.5,2*size/scale
-                return True
+            if not size or not math.isfinite(size): continue
+            self.path,self.p,self.limit = path,p,size/scale**0.5
+            return True
         return False
 
     def _look(self, opt, *args):
-        "Before the first step with it: warn if nobody has divided it, or if it is not finite"
-        if self.is_done: return
-        there = [(path, p) for path,p in (self.spoilt or (None, None), (self.path, self.p)) if p is not None]
-        sizes = {path: _size(p.grad) for path,p in there if p.grad is not None}
-        not_finite = [path for path,size in sizes.items() if not math.isfinite(size)]
-        if not not_finite and self.path not in sizes: return
-        divides_itself = getattr(opt, 'grad_scale', None) is not None # A fused one, in the hands of a scaler
-        may_be_clipped = not (not_finite or divides_itself) and self.divided < sizes[self.path] <= self.limit
-        self.n_looks -= 1
-        if may_be_clipped and self.n_looks:
-            self.divided,self.limit = -1,math.inf # From now on it only matters whether they are finite
-            return
+        "Before a step: warn if gradients are not finite, and before the first if nobody has divided them"
+        if self.is_done or is_scalers(opt): return
+        there = [(path, p.grad) for path,p in self.parameters if p.grad is not None]
+        if not there: return
+        sizes = largest_of([grad for _,grad in there])
+        self.odd.note((path for path,_ in there), sizes)
+        measured = self.p is not None and self.p.grad is not None
+        if (measured or sizes.device.type == 'cpu') and self.tell(): return
+        if not measured: return
+        is_scaled,self.p = _size(self.p.grad) > self.limit,None
+        if not is_scaled: return
         self.is_done = True
-        if divides_itself: return
-        if not_finite: warn(self.overflow.format(path=not_finite[0]))
-        elif sizes[self.path] > self.limit: warn(self.message.format(path=self.path))
+        warn(self.message.format(path=self.path))
+
+    def tell(self)->bool: # Was there one?
+        "Warn if a gradient was not finite in a step; waits for the device"
+        path = self.odd.read()
+        if path is None: return False
+        self.is_done = True
+        warn(self.overflow.format(path=path))
+        return True
 
     def close(self):
         "Look at no further step"

@@ -179,7 +179,14 @@ def _step(self:MixedPrecisionCB, trainer):
     overflowed = self.scaler.get_scale() < before
     self._tried += 1
     self._overflowed += overflowed
+    self._tell_of_others()
     if overflowed: raise CancelStepException(f'a gradient overflowed at scale {before:g}, so no step')
+
+@patch
+def _tell_of_others(self:MixedPrecisionCB):
+    "Say who has stepped with a gradient that was not finite; asked where one waits anyway"
+    for other in self._beside: other.tell()
+    if self._by_hand is not None: self._by_hand.tell()
 
 @patch(as_prop=True)
 def step(self:MixedPrecisionCB):
@@ -209,9 +216,8 @@ def before_epoch(self:MixedPrecisionCB, trainer):
 
 @patch
 def cleanup_epoch(self:MixedPrecisionCB, trainer):
-    "Say so if every step of the pass was left out, or one by hand should have been"
-    is_well = isinstance(trainer.exception, (type(None), CancelException))
-    if is_well and self._by_hand is not None: self._by_hand.tell()
+    "Say so if every step of the pass was left out, or somebody did not leave out the last"
+    if isinstance(trainer.exception, (type(None), CancelException)): self._tell_of_others()
     if not trainer.training or not 0 < self._tried == self._overflowed: return
     scale = self.scaler.get_scale()
     message = _ALL_OVERFLOWED.format(epoch=trainer.epoch, n=self._tried, scale=scale)

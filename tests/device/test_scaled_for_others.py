@@ -171,9 +171,62 @@ def test_clipping_does_not_hide_an_overflow_of_a_later_step():
             if trainer.batch_num == 3:
                 trainer.loss = trainer.loss * 1e30
 
-    for first, n in ((partial(clip, max_norm=16.0), 1), (divide, 0)):
+    for first, n in ((partial(clip, max_norm=16.0), 1), (divide, 1)):
         told, _ = told_in(HeadCB("after_backward", first), GrowsCB(), scale=2.0**10)
         assert sum("not finite" in o for o in told) == n
+
+
+@pytest.mark.parametrize("first", [lambda trainer: None, unscale])
+def test_a_fused_one_in_the_hands_of_the_scaler_leaves_steps_out_by_itself(first):
+    class FusedCB(HeadCB):
+        def before_fit(self, trainer):
+            super().before_fit(trainer)
+            trainer.opt_head = optim.SGD(trainer.model[2].parameters(), lr=0.001, fused=True)
+
+        def learn(self, trainer):
+            first(trainer)
+            by_scaler(trainer)
+
+    for scale in (64.0, 2.0**120):
+        told, model = told_in(FusedCB("after_backward"), scale=scale)
+        assert [o for o in told if "in every one of" not in o] == []
+        assert model[2].weight.isfinite().all()
+
+
+class GrowsLateCB:
+    "Lets the gradients of one late batch overflow"
+
+    def before_backward(self, trainer):
+        if (trainer.epoch, trainer.batch_num) == (1, 2):
+            trainer.loss = trainer.loss * 1e30
+
+
+@pytest.mark.parametrize("at", ["after_backward", "after_batch"])
+@pytest.mark.parametrize("first", [divide, divide_elsewhere, unscale])
+def test_an_overflow_of_any_step_is_named(first, at):
+    told, _ = told_in(HeadCB(at, first), GrowsLateCB(), scale=2.0**10)
+    assert [o[:56] for o in told] == ["`trainer.model.2.weight` has got a gradient that is not "]
+
+
+def test_an_overflow_is_named_before_the_step_is_made():
+    model, seen = two_parts(), []
+
+    def first(trainer):
+        divide(trainer)
+        seen.append(model[2].weight.detach().clone())
+
+    callbacks = [BasicTrainCB(), HeadCB("after_backward", first), GrowsLateCB()]
+    trainer = Trainer(DataLoaders(batches()), F.mse_loss, optim.SGD, model, callbacks)
+    trainer.add_callbacks(MixedPrecisionCB("float16", init_scale=2.0**10))
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="`trainer.model.2.weight` has got"):
+        warnings.simplefilter("error")
+        trainer.fit(2, lr=0.001, valid=False)
+    assert torch.equal(model[2].weight, seen[-1])
+
+
+@pytest.mark.parametrize("first", [leave_out, by_scaler])
+def test_a_later_overflow_that_is_left_out_is_no_fault(first):
+    assert told_in(HeadCB("after_backward", first), GrowsLateCB(), scale=2.0**10)[0] == []
 
 
 @pytest.mark.parametrize("first", [leave_out, by_scaler])
