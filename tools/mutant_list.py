@@ -822,10 +822,31 @@ MUTANTS = [
     ),
     Mutant(
         "schedules write into groups that the optimizer has left",
-        "_same_groups",
-        "opt.param_groups[:] = groups",
+        "Standing.stay",
+        "vars(self.opt)[name] = x",
         "pass",
         ["test_who_holds_a_group_of_the_optimizer_holds_it_still_when_the_run_goes_on"],
+    ),
+    Mutant(
+        "what lies in a tensor of an optimizer comes back apart",
+        "Keeper._place",
+        "try: return self.hosts.at(x)",
+        "try: return None",
+        ["test_who_holds_memory_of_weights_and_optimizers_holds_it_when_a_run_goes_on"],
+    ),
+    Mutant(
+        "tensors of an optimizer that was made with them are others when it is loaded",
+        "Standing._tensor",
+        "if not self.filler.fill(x, new): return new",
+        "return new",
+        ["test_who_holds_memory_of_weights_and_optimizers_holds_it_when_a_run_goes_on"],
+    ),
+    Mutant(
+        "two optimizers that share a tensor have one each when they are loaded",
+        "OwnState.put",
+        "putter.lost += hosts.tie(saved.get('', {}).get('ties', ()))",
+        "pass",
+        ["test_who_holds_memory_of_weights_and_optimizers_holds_it_when_a_run_goes_on"],
     ),
     # Map and check
     Mutant(

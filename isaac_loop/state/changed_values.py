@@ -23,6 +23,7 @@ from .change_marks import CONTAINERS, HELD, MANY, OF_CONTAINER, SIMPLE, Code, Ma
 from .change_marks import attributes_of, is_installed, is_iterator, is_outside, members_of
 from .change_marks import own_attributes, part_of
 from .filled_objects import is_numeric, is_still
+from .hosts import Beyond
 from .plain_state import plain
 from .settings import made_by
 
@@ -31,7 +32,7 @@ KIND = '__own__' # The key of a dict that says how a value is put back
 ANEW = {KIND: 'anew'} # Made again by the script
 KINDS = {kind.__qualname__: kind for kind in (dict, list, tuple, frozenset, OrderedDict, torch.Size)}
 
-class Unkept(Exception): "A changed value that cannot be kept"
+class Unkept(Exception): "A changed value that cannot be kept; perhaps with the name of what it meets"
 
 def value_in(made):
     "The tensor or array in what `Keeper` made, if it is one with notes; else `made` itself"
@@ -140,14 +141,18 @@ def _is_another(ready, now):
     return ready != now if ready.who == now.who else functions and ready.value != now.value
 
 class Keeper:
-    "Makes data of changed values, or of `every` one; what is `shared` gets a number"
+    "Makes data of changed values, or of `every` one; what is `shared` gets a number, what has a host a place"
     def __init__(self, world, every=False):
         self.world,self.marker,self.every = world,Marker(world),every
         self.inside,self.numbers = [],{}
+        self.met = {} # By owner and name, what a tensor meets that cannot be kept for that
+        self.hosts,self.was_there = None,{} # And where the tensors of optimizers lay when the fit began
 
     def keep(self, x, begin, ready):
         "`x` as data; `begin` and `ready` are its marks from before and after `before_fit`"
         if type(x) in SIMPLE: return x
+        place = self._place(x, begin, ready)
+        if place is not None: return self._whose(x, {KIND: 'in', 'place': place}, begin, ready)
         if id(x) in self.world: return ANEW
         if isinstance(x, torch.Tensor): return self._whose(x, _kept_tensor(x), begin, ready)
         if isinstance(x, PurePath): return {KIND: 'path', 'value': str(x)}
@@ -164,6 +169,21 @@ class Keeper:
         try: made = self._keep_parts(x, begin, ready)
         finally: self.inside.pop()
         return self._whose(x, made, begin, ready)
+
+    def _place(self, x, begin, ready):
+        "Where `x` lies in what the run saves elsewhere, or None; what the script makes there needs no name"
+        if self.hosts is None or not (is_numeric(x) or isinstance(x, (dict, list))): return None
+        was_there = any(o is not None and o.who == Same(x) for o in (begin, ready))
+        if id(x) in self.world and was_there: return None
+        if not is_numeric(x):
+            path = self.hosts.objects.get(id(x))
+            return path and dict(host=path)
+        try: return self.hosts.at(x)
+        except Beyond as met:
+            paths,now = met.args[0],self.hosts.places_of_opts()
+            moved = [path for path in paths if now.get(tuple(path)) != self.was_there.get(tuple(path))]
+            if is_still(x, begin, ready) and not moved: return None
+            raise Unkept(self.hosts.name((moved or paths)[0])) from None
 
     def _whose(self, x, made, begin, ready):
         "`made` of `x`, with a note if that is the object of the beginning, and if it has several names"

@@ -52,7 +52,7 @@ def is_still(
     return getattr(begin if ready is None else ready, 'of', None) == Same(x)
 
 # %% ../../nbs/state/32_filled_objects.ipynb #94cc4354
-def _memory_of(x):
+def memory_of(x):
     "Where the memory begins that a tensor lies in, or None"
     usual = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided and x.numel()
     return x.untyped_storage().data_ptr() if usual else None
@@ -121,7 +121,7 @@ class Filler:
     @torch.no_grad()
     def _tensor(self, x, new):
         if not _is_like(x, new): return False
-        memory = _memory_of(new)
+        memory = memory_of(new)
         try:
             if memory in self.views: x.data = new.detach()
             else: write(x, new)
@@ -129,10 +129,14 @@ class Filler:
         if memory is not None: self.homes[memory] = x,new
         return x.requires_grad_(new.requires_grad) is x
 
+    def lies(self, x):
+        "Let whatever is filled with `x` lie in its memory, too"
+        self.views[memory_of(x)] = x
+
     @torch.no_grad()
     def given(self, x):
         "A tensor that takes the place of another one: itself, or one in the memory that was filled"
-        memory = _memory_of(x)
+        memory = memory_of(x)
         if memory not in self.homes or type(x) is not torch.Tensor:
             if memory is not None: self.views[memory] = x
             return x

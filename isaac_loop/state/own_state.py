@@ -25,6 +25,7 @@ from .put_values import Putter
 from .filled_objects import Knower, is_numeric, is_still
 from .comings import Comings, owed
 from .errors import UnsaveableState
+from .hosts import Hosts, opts_in
 from .change_marks import SIMPLE, Code, Mark, Marker, Same
 from .change_marks import attributes_of, part_of
 from .holders import besides, holders, is_beside, may_be_state, unasked
@@ -69,6 +70,7 @@ class OwnState:
         self.begin,self.ready = {},{} # Marks from before and after `before_fit`
         self.back = {} # Marks of what was put back
         self.there = {} # By `id`, what these marks know and a resume may fill
+        self.was_there = {} # Where tensors of optimizers lay after `before_fit`, by path
         self.outside = {} # By function and name, marks of variables that functions write outside of them
         self.told = former.told if former else set() # What was said to be lost
         ever = former.ever if former else {} # Names of what changed in any fit
@@ -115,6 +117,7 @@ class OwnState:
         owners = self._owners(trainer, callbacks, layers=ready) # A script sets these before it fits
         for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
         self.there |= marker.met
+        if ready: self.was_there |= Hosts(trainer, owners).places_of_opts()
         written = _written_by({name: o for name,(o,_) in owners.items()}, marker)
         self.outside = written | self.outside if ready else self.outside | written
         if callbacks is None: self.comings.begin(trainer)
@@ -188,6 +191,7 @@ def take(self:OwnState,
     "The state that nobody tells, and the settings beside it"
     keeper,owners = Keeper(World(trainer, self.loop)),self._owners(trainer, of)
     if of is not None: owners[''] = self._own_of(trainer)
+    keeper.hosts,keeper.was_there = Hosts(trainer, owners),self.was_there
     found,unkept = {},[]
     for _,own in owners.values():
         for x in own.values():
@@ -208,9 +212,14 @@ def take(self:OwnState,
         lost = [k for k in lost+refused if self._is_missed(keeper.marker, name, k, own[k], of_opt)]
         unkept += [(name, k) for k in lost if (name, k) not in self.told]
     if of is not None: return found
+    ties = plain(keeper.hosts.ties(), copy=copy)
+    if ties: found.setdefault('', dict(state={}, settings={}))['ties'] = ties
     self.first.note(keeper.marker, owners, self._changed, self.begin, self.ready)
-    if unkept: _warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))
     self.told.update(unkept)
+    met = {o: keeper.met[o] for o in unkept if o in keeper.met}
+    if met: _warn_of_met(met)
+    unkept = [o for o in unkept if o not in met]
+    if unkept: _warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))
     self._warn_of_outside(owners, keeper.marker)
     return found
 
@@ -264,6 +273,16 @@ def _warn_of_lost(unkept, was_made):
     how = ['were', 'was'][len(unkept) == 1]+' made in this fit' if was_made else 'changed during this fit'
     warn(_CANNOT.format(what, how, them, instead, tuple(k for _,k in unkept)))
 
+_MEETS = ('{} is memory in which `{}` lies, too, and what is loaded of that lies apart. So a run that '
+          'goes on will make {} anew and may be another run. Make such memory in `before_fit`, hold the '
+          'tensors themselves or views of one of them; or, if nothing is lost, say so in its class: '
+          '`stateless = {!r}`.')
+
+def _warn_of_met(met):
+    "Say of what tensors of the run lie in"
+    what,them = _listed([_path(*o) for o in met]),'it' if len(met) == 1 else 'them'
+    warn(_MEETS.format(what, next(iter(met.values())), them, tuple(k for _,k in met)))
+
 @patch
 def _kept(self:OwnState, keeper, name, own, also=()):
     "What is kept of the attributes `own`, what is as it was, and names of what cannot be kept"
@@ -272,7 +291,8 @@ def _kept(self:OwnState, keeper, name, own, also=()):
     changed,state,lost = {*also, *self._changed(keeper.marker, name, own)},{},[]
     for k in [k for k in own if k in changed]:
         try: state[k] = keeper.keep(own[k], part_of(begin, k), part_of(ready, k))
-        except Unkept:
+        except Unkept as error:
+            if error.args: keeper.met[name, k] = error.args[0]
             if part_of(ready, k) != mark(own[k]) or (keeper.every and holds_numbers(own[k])): lost.append(k)
     still = {k: x for k,x in own.items() if k not in changed}
     touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
@@ -303,22 +323,35 @@ def put(self:OwnState,
 ):
     "Put back what was taken"
     marker,differ = Marker(World(trainer, self.loop)),[]
-    putter = Putter(_device_of(trainer), self.there)
     owners = self._owners(trainer, None)
-    for name,(owner,own) in owners.items():
-        if name not in saved or not (between or _knows_its_place(trainer, name)): continue
+    hosts = Hosts(trainer, owners)
+    putter = Putter(_device_of(trainer), self.there, hosts)
+    theirs = {name: pair for name,pair in owners.items()
+              if name in saved and (between or _knows_its_place(trainer, name))}
+    first = _put_opts(putter, theirs, saved) # In them may lie what others hold
+    for name,(owner,own) in theirs.items():
         settings,changed = saved[name]['settings'],self._changed(marker, name, own)
         back = {k: o for k,o in settings.items() if k in changed}
         still = {k: o for k,o in own.items() if k not in changed}
         others = differing(name or 'trainer', saved[name], still, marker)
         differ += others
         made = saved[name].get('made', ()) if others else () # From other settings
-        state = {k: o for k,o in saved[name]['state'].items() if k not in made}
+        state = {k: o for k,o in saved[name]['state'].items() if not (k in made or (name, k) in first)}
         putter.members(owner, from_plain(back | state), name or 'trainer')
         for k in attributes_of(owner).keys() & saved[name].get('deleted', ()): delattr(owner, k)
+    putter.lost += hosts.tie(saved.get('', {}).get('ties', ()))
     self.back = self._marks_now(trainer)
     gone = [f'`{name}`' for name in saved if name not in owners and saved[name]['state']]
     if tell: _tell(dict(lost=[f'`{path}`' for path in putter.lost], gone=gone, differ=differ))
+
+def _put_opts(putter, owners, saved):
+    "Put back the optimizers that owners hold; returns names"
+    done = set()
+    for name,(owner,own) in owners.items():
+        state = {k: o for k,o in saved[name]['state'].items() if opts_in(k, own.get(k))}
+        if state: putter.members(owner, from_plain(state), name or 'trainer')
+        done |= {(name, k) for k in state}
+    return done
 
 @patch
 def put_first(self:OwnState,

@@ -160,20 +160,20 @@ class _Walk:
         raise UnsaveableState(f'{self.where}{"".join(reversed(keys))} is {what}. {why}')
 
 # %% ../../nbs/state/10_plain_state.ipynb #932bf560
-def _extent(x):
+def extent(x):
     "First byte of a tensor in its memory, and the one behind its last"
     first,size = x.storage_offset(),x.element_size()
     return first*size, (first+1+sum((n-1)*step for n,step in zip(x.shape, x.stride())))*size
 
 def _is_repeated(x):
     "Whether numbers of a tensor are one in memory, as `expand` leaves them"
-    first,end = _extent(x)
+    first,end = extent(x)
     return x.numel()*x.element_size() > end-first
 
 def _geometry(x):
     return dict(dtype=x.dtype, shape=tuple(x.shape), stride=x.stride(), offset=x.storage_offset())
 
-def _has_memory(x):
+def has_memory(x):
     "Whether a tensor has numbers in memory that others may share"
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided: return False
     return not (x.is_conj() or x.is_neg() or x.is_meta or x.is_nested) and x.numel() > 0
@@ -251,7 +251,7 @@ class _ExactWalk(_Walk):
 
     def in_memory(self, x, path):
         "The plain tensor for `x`, or a dict that describes it as a view"
-        if not _has_memory(x): return super().walk(x, path)
+        if not has_memory(x): return super().walk(x, path)
         memory,place = x.untyped_storage(),_geometry(x)
         if memory.data_ptr() in self.packed: self.unpack(memory.data_ptr())
         there = self.memory.setdefault((x.device, memory.data_ptr()), [])
@@ -265,7 +265,7 @@ class _ExactWalk(_Walk):
     def finish(self, made):
         "Give the views the memory that they lie in"
         for there in self.memory.values():
-            spans = sorted(_extent(x) for x,_ in there)
+            spans = sorted(extent(x) for x,_ in there)
             overlap = any(after[0] < before[1] for before,after in zip(spans, spans[1:]))
             first,whole = there[0]
             if overlap and not torch.is_tensor(whole): whole = _plain_tensor(_all_of(first), self.copy)
@@ -273,7 +273,7 @@ class _ExactWalk(_Walk):
                 if torch.is_tensor(view): continue
                 if overlap: view['of'] = whole
                 elif _is_repeated(x):
-                    part = _all_of(x)[slice(*_extent(x))]
+                    part = _all_of(x)[slice(*extent(x))]
                     view |= dict(of=_plain_tensor(part, self.copy), offset=0)
                 else: view.update({_KEPT: 'apart', 'value': _plain_tensor(x, self.copy)})
         return made

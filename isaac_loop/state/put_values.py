@@ -19,7 +19,7 @@ from isaac_loop.state.change_marks import SIMPLE, Same, own_attributes
 from isaac_loop.state.changed_values import FACTORIES, KIND, KINDS, class_of, got, made_generator, member
 from isaac_loop.state.errors import ResumeMismatch
 from isaac_loop.state.filled_objects import Filler, base_of, put_entries, write
-from isaac_loop.state.putting_back import load_opt
+from isaac_loop.state.loaded_optimizers import load_opt
 
 # %% ../../nbs/state/44_put_values.ipynb #6738bc48
 def _like_with(here, kind, made, saved):
@@ -75,8 +75,8 @@ _NOTHING = object()
 
 class Putter:
     "Puts back what `Keeper` made; `there` has what may be filled, `lost` names what has no place any more"
-    def __init__(self, device, there=()):
-        self.device,self.lost,self.shared = device,[],{}
+    def __init__(self, device, there=(), hosts=None):
+        self.device,self.hosts,self.lost,self.shared = device,hosts,[],{}
         self.there,self.filler = dict(there),Filler()
 
     def put(self, here, saved, path):
@@ -89,6 +89,7 @@ class Putter:
             if number not in self.shared: self.shared[number] = self.put(here, value, path)
             return self.shared[number]
         if kind == 'same': return self._same(here, value, path)
+        if kind == 'in': return self._in_host(here, saved['place'], path)
         if kind == 'path': return Path(value)
         if kind == 'device': return torch.device(value)
         if kind == 'array': return array(saved['type'], bytes(value))
@@ -110,6 +111,13 @@ class Putter:
         new = value if is_tensor else self.put(here, value, path)
         if self.there.get(id(here)) == Same(here) and self.filler.fill(here, new): return here
         return self.filler.given(new) if is_tensor else new
+
+    def _in_host(self, here, place, path):
+        "What lies in the memory of a weight, or in that of an optimizer's tensor"
+        new = None if self.hosts is None else self.hosts.view(place)
+        if new is None: return self._lose(here, path)
+        if torch.is_tensor(new): self.filler.lies(new)
+        return new
 
     def _into(self, here, kind, saved, path):
         "An object stays, and gets back what it held"
@@ -165,8 +173,10 @@ class Putter:
                 owner = here.get_submodule(module)
             now = got(owner, last, _NOTHING)
             new = self.put(now, saved, f'{path}.{name}')
-            if _fits(now, new): write(now.data, new) # Others hold it, too
+            if _fits(now, new) and not self._is_place(saved): write(now.data, new) # Others hold it, too
             elif new is not _NOTHING and new is not now: _set(owner, last, new)
+
+    def _is_place(self, saved): return type(saved) is dict and saved.get(KIND) == 'in'
 
     def _lose(self, here, path):
         self.lost.append(path)

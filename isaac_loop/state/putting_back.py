@@ -7,13 +7,12 @@ __all__ = ['load_weights_into', 'put_state', 'put_callbacks', 'put_frozen', 'put
            'put_generators', 'put_random']
 
 # %% ../../nbs/state/62_putting_back.ipynb #d09945b5
-from contextlib import contextmanager
-
 import torch
 from torch import nn, optim
 
-from ..basics.tensors import is_part, map_tensors, part_like
+from ..basics.tensors import map_tensors, part_like
 from .errors import ResumeMismatch
+from .loaded_optimizers import load_opt, same_objects
 from .plain_state import from_plain
 from .random_numbers import set_plain_random_state
 from .fitting_weights import differing, fill_empty, numbers_for, with_empty
@@ -24,16 +23,6 @@ from .trainer_parts import all_parameters, as_named_now, bare, held_parameters, 
 from .trainer_parts import parts_of, told_opt
 
 # %% ../../nbs/state/62_putting_back.ipynb #7381feab
-def _parts_for(opt, saved):
-    "What this process keeps of an optimizer's state"
-    params = [p for group in opt.param_groups for p in group['params']]
-    if not any(map(is_part, params)): return saved
-    numbers = [i for group in saved['param_groups'] for i in group['params']]
-    def part(x, p): return part_like(x, p) if torch.is_tensor(x) and x.shape == p.shape else x
-    kept = {i: {name: part(x, p) for name,x in saved['state'][i].items()}
-            for i,p in zip(numbers, params) if i in saved['state']}
-    return saved | dict(state=kept)
-
 def load_weights_into(
     model, # A module, whole or cut
     weights:dict, # Whole tensors, or parts
@@ -43,34 +32,6 @@ def load_weights_into(
     fill_empty(model, weights)
     now = model.state_dict()
     model.load_state_dict({name: part_like(x, now.get(name)) for name,x in weights.items()}, **kwargs)
-
-# %% ../../nbs/state/62_putting_back.ipynb #771f76dd
-@contextmanager
-def _same_groups(opts):
-    "While a state is loaded, let groups of optimizers stay the dicts that they are: a schedule may hold them"
-    before = [(opt, list(opt.param_groups)) for opt in opts]
-    yield
-    for opt,groups in before:
-        for group,loaded in zip(groups, [dict(o) for o in opt.param_groups]):
-            group.clear()
-            group.update(loaded)
-        opt.param_groups[:] = groups
-
-def load_opt(
-    opt, # An optimizer
-    saved:dict, # What its `state_dict` gave
-):
-    "Load the state of an optimizer, with the types that it had; its groups stay the dicts that others hold"
-    saved = _parts_for(opt, saved)
-    with _same_groups([opt]): opt.load_state_dict(map_tensors(torch.clone, saved))
-    params = [p for group in opt.param_groups for p in group['params']]
-    numbers = [i for group in saved['param_groups'] for i in group['params']]
-    for i,p in zip(numbers, params):
-        for name,was in saved['state'].get(i, {}).items():
-            now = opt.state[p][name]
-            if _has_other_type(now, was): opt.state[p][name] = was.to(now.device, copy=True)
-
-def _has_other_type(now, was): return torch.is_tensor(now) and torch.is_tensor(was) and now.dtype != was.dtype
 
 # %% ../../nbs/state/62_putting_back.ipynb #8a17d53d
 @torch.no_grad()
@@ -89,7 +50,7 @@ def put_state(
     for name,opt in parts_of(trainer, optim.Optimizer).items(): load_opt(opt, state['opts'][name])
     for name,opt in told_opt(trainer).items():
         saved = from_plain(state['opts'][name])
-        with _same_groups(opts_inside(opt)): _put_state_of(f'trainer.{name}', opt, saved)
+        with same_objects(opts_inside(opt)): _put_state_of(f'trainer.{name}', opt, saved)
     _put_gradients(enumerate(all_parameters(trainer)), state['grads']) # Callbacks may take them from there
     trainer.history.load_state_dict(state['history'])
     trainer.n_updates = state['position']['n_updates']
