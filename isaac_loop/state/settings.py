@@ -100,11 +100,21 @@ def made_by(
 )->set: # Names
     "The attributes that an optimizer has made itself"
     given = _given_to(opt)
-    return {k for k,x in own.items() if not _is_given(given.get(k.strip('_')), x)}
+    return {k for k,x in own.items() if not _is_given(given.get(k.strip('_')), x, opt)}
 
-def _is_given(argument, x):
-    "Whether an attribute is an argument, as far as its name tells; in the place of None something was made"
-    return argument is not None and (x is None or argument.default is not None)
+def _is_given(argument, x, opt):
+    "Whether an attribute is an argument, as far as its name tells; in the place of nothing some are made"
+    if argument is None or x is None: return argument is not None
+    was = argument.default
+    if type(was) is bool or (isinstance(was, (list, tuple, dict)) and not was): return not _is_of_all(x, opt)
+    return was is not None
+
+def _is_of_all(x, opt):
+    "Whether a container has a tensor like each parameter of an optimizer"
+    values = list(x.values() if isinstance(x, dict) else x) if isinstance(x, (dict, list, tuple)) else []
+    params = [p for group in opt.param_groups for p in group['params']]
+    looks = lambda tensors: [(o.shape, o.dtype) for o in tensors]
+    return all(map(torch.is_tensor, values)) and bool(values) and looks(values) == looks(params)
 
 def holds_numbers(x):
     "Whether a value is a tensor or an array, or a container of some"
@@ -115,4 +125,4 @@ def _given_to(opt):
     "The arguments of a user's classes of optimizers"
     kinds = [kind for kind in type(opt).__mro__ if not is_installed(str(kind.__module__))]
     own = [kind.__init__ for kind in kinds if '__init__' in vars(kind)]
-    return {name: x for f in own for name,x in inspect.signature(f).parameters.items()}
+    return {name: x for f in reversed(own) for name,x in inspect.signature(f).parameters.items()}
