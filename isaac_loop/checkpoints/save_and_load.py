@@ -9,7 +9,6 @@ __all__ = []
 import math
 
 from fastcore.basics import patch
-from torch import optim
 
 from ..state.checkpoint_files import MANIFEST_FILE
 from ..basics.checks import did_you_mean, warn
@@ -17,11 +16,14 @@ from ..loop.optimizer import ready_optimizer
 from ..loop.history import updates_of_run
 from ..loop.monitor import mode_of
 from ..loop.ranks import here
+from ..state.hosts import opts_in
 from ..state.owners import OPT
 from ..state.run_checks import check_fits, check_is_run
 from ..state.putting_back import put_position, put_random, put_state
 from ..state.run_state import take_state
 from ..state.errors import NoValidCheckpoint
+from ..state.told_states import stateful_callbacks
+from ..state.trainer_parts import opts_of
 from ..state.store import CheckpointStore
 from ..loop.trainer import Trainer
 
@@ -116,9 +118,7 @@ def load(self:Trainer,
     _check_wanted(best, monitor, mode)
     weights,state,manifest = _read(folder, best, monitor, mode)
     if 'measured_with' in manifest['info']: _warn_of_average(manifest)
-    # Callbacks begin anew with the next fit, as always; optimizers go on
-    state['callbacks'],state['own'] = {},{k: o for k,o in state.get('own', {}).items() if _is_taken(self, k)}
-    has_opt = 'opt' in state['opts'] or OPT in state['own']
+    has_opt = 'opt' in state['opts'] or OPT in state.get('own', {})
     if has_opt and 'opt' not in vars(self): self._make_opt_for(state)
     check_fits(self, weights, state, strict=False)
     self._put_state(weights, state)
@@ -128,19 +128,25 @@ def load(self:Trainer,
     has_place = all(hasattr(self.dls.train, name) for name in ('set_epoch', 'load_state_dict'))
     if has_place: _warn_of_place(state['loaders'].get('train', {}))
 
-def _is_taken(trainer, name):
-    "Whether an owner is the trainer itself, or one of its optimizers"
-    held = vars(trainer).get(name.removeprefix('trainer.'))
-    return name in ('', OPT) or isinstance(held, optim.Optimizer)
-
 @patch
 def _put_state(self:Trainer, weights, state):
     "Put back what was saved, also into a trainer that has not been fitted"
     is_new = self._own_state is None
     if is_new: self._note_state()
-    try: put_state(self, weights, state)
+    try:
+        # Callbacks begin anew with the next fit, as always; optimizers go on
+        own,left = self._own_state.of_opts(self, state.get('own', {}))
+        put_state(self, weights, state | dict(callbacks={}, own=own))
+        self._unloaded = [*left, *_told_opts(self, state['callbacks'])]
     finally:
         if is_new: self._own_state = None
+
+def _told_opts(trainer, saved):
+    "Names of optimizers in callbacks that have told their state themselves, and are to begin anew"
+    known = {id(o) for o in opts_of(trainer).values()}
+    told = {name: cb for name,cb in stateful_callbacks(trainer).items() if name in saved}
+    held = [(f'`{name}.{k}`', x) for name,cb in told.items() for k,x in getattr(cb, '__dict__', {}).items()]
+    return [path for path,x in held if any(id(o) not in known for o in opts_in(path, x).values())]
 
 @patch
 def _make_opt_for(self:Trainer, state):

@@ -43,6 +43,7 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _flags=set(), # Attributes that would stop other loops, as far as they were set before this fit
         _resuming=[], # Functions of whoever resumes this fit, for `passes_left`
         _scheduled=(None, None), # Rates of the groups before the last schedule, and where it has left them
+        _unloaded=(), # Names of optimizers that `load` found no place for; for the next fit
         _last_opt=(None, 0), # `opt` of the last fit, another was set by hand; and its group that got `lr`
         _plain_dls=False, # In a pass with the usual `split` the loaders, which say what of a batch is input
         _split=(object(), None, None), # The last batch that a user's function took apart, and how

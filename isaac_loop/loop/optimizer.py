@@ -26,6 +26,11 @@ _NO_RATIO = ('`keep_opt=True` gives the parameter groups new rates in the ratio 
              'they had {}, so there is none: all would get the same one. Set the `lr` of each group of '
              '`trainer.opt.param_groups` first, or leave `keep_opt` out, for a new optimizer.')
 
+_UNLOADED = ('`keep_opt=True` goes on with optimizers as they are, and `trainer.load` could not bring back '
+             '{}, which begins anew. It fills those that a callback without a `state_dict` of its own has '
+             'when it loads, over the same parameters: make one in `__init__`, or an attribute of the '
+             'trainer of it.')
+
 def _holds(opt, params):
     "Whether `opt` has any of `params`"
     held = {id(p) for group in opt.param_groups for p in group['params']}
@@ -163,6 +168,8 @@ def ready_optimizer(
 ):
     "See to it that `trainer.opt` can begin"
     broke_off,makes_new = trainer._broken or trainer._cut,not (keep_opt or trainer.opt_func is None)
+    if keep_opt and trainer._unloaded: warn(_UNLOADED.format(', '.join(trainer._unloaded)))
+    if not trainer._side_runs: trainer._unloaded = ()
     if broke_off or makes_new: _clear_grads(trainer)
     if keep_opt: keep_optimizer(trainer)
     elif trainer.opt_func is not None:

@@ -344,6 +344,35 @@ def put(self:OwnState,
     gone = [f'`{name}`' for name in saved if name not in owners and saved[name]['state']]
     if tell: _tell(dict(lost=[f'`{path}`' for path in putter.lost], gone=gone, differ=differ))
 
+@patch
+def of_opts(self:OwnState,
+    trainer, # That takes over what was saved
+    saved:dict, # What `take` gave
+)->tuple: # The same kind of dict, and names of optimizers without a place
+    "Of what was saved that of the trainer, of its optimizers and of those that callbacks have"
+    owners,found,left = self._owners(trainer, None),{},[]
+    for name,kept in saved.items():
+        owner,own = owners.get(name, (None, {}))
+        if name == '' or is_opt(name, owner): found[name] = kept
+        else:
+            there = {k: list(opts_in(k, own.get(k)).values()) for k in kept['state']}
+            fit = {k for k,opts in there.items() if opts and _are_of(opts, kept['state'][k])}
+            if fit: found[name] = dict(state={k: kept['state'][k] for k in fit}, settings={})
+            left += [_path(name, k) for k in there.keys()-fit if k in own and _opt_states(kept['state'][k])]
+    return found,left
+
+def _opt_states(x):
+    "What optimizers have told, in what was kept of a value"
+    if type(x) not in (dict, list, tuple): return []
+    if type(x) is dict and {'state', 'param_groups'} <= x.keys(): return [x]
+    return [state for part in (x.values() if type(x) is dict else x) for state in _opt_states(part)]
+
+def _are_of(opts, kept):
+    "Whether what was kept is of optimizers with as many parameters in their groups"
+    sizes = lambda groups: [len(group['params']) for group in groups]
+    states = _opt_states(kept)
+    return [sizes(o.param_groups) for o in opts] == [sizes(o['param_groups']) for o in states]
+
 def _put_opts(putter, owners, saved):
     "Put back the optimizers that owners hold; returns names"
     done = set()
