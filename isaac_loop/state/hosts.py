@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/state/29_hosts.ipynb #29a0c0d4
 from bisect import bisect_left, bisect_right
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import nn, optim
@@ -51,7 +52,8 @@ def _numbered(opt):
 def _deep(path, x, depth=3):
     "Pairs of a path and a tensor in `x`"
     if torch.is_tensor(x): return [(path, x)]
-    return [o for k,part in _entries(x) for o in _deep([*path, k], part, depth-1)] if depth else []
+    deeper = [_deep([*path, k], part, depth-1) for k,part in _entries(x)] if depth else []
+    return [*chain.from_iterable(deeper)]
 
 def _parts_of_opt(name, opt):
     "Pairs of a path and a part of an optimizer: dicts and lists first"
@@ -60,7 +62,7 @@ def _parts_of_opt(name, opt):
     state = [(['opt', name, 'state', k], x) for k,x in state if type(k) in (int, str)]
     groups = [(['opt', name, 'param_groups', i], group) for i,group in enumerate(opt.param_groups)]
     whole = [(['opt', name, k], getattr(opt, k)) for k in ('state', 'param_groups')]
-    tensors = [o for path,x in state for o in _deep(path, x)]
+    tensors = [*chain.from_iterable(_deep(path, x) for path,x in state)]
     for path,group in groups:
         tensors += _deep(path, {k: x for k,x in group.items() if k != 'params'})
     return whole+groups+[(path, x) for path,x in state if type(x) is dict], tensors

@@ -67,7 +67,7 @@ def same_objects(
     "While a state is loaded, let optimizers consist of the same objects: others may hold them"
     standing = [Standing(opt) for opt in opts]
     yield
-    for o in standing: o.stay()
+    for one in standing: one.stay()
 
 # %% ../../nbs/state/61_loaded_optimizers.ipynb #61a0c107
 def _parts_for(opt, saved):

@@ -76,7 +76,8 @@ _NOTHING = object()
 class Putter:
     "Puts back what `Keeper` made; `there` has what may be filled, `lost` names what has no place any more"
     def __init__(self, device, there=(), hosts=None):
-        self.device,self.hosts,self.lost,self.shared = device,hosts,[],{}
+        self.device,self.hosts = device,hosts
+        self.lost,self.shared = [],{}
         self.there,self.filler = dict(there),Filler()
 
     def put(self, here, saved, path):
