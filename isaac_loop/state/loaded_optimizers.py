@@ -33,14 +33,13 @@ class Standing:
         "Have the objects of before again, with the values that were loaded"
         for group,was,loaded in zip(self.groups, self.values, [dict(o) for o in self.opt.param_groups]):
             self._fill(group, was, loaded)
-        whole = self.own.get('param_groups', self.opt.param_groups)
-        whole[:] = self.groups
+        groups,whole = (self.own.get(name, getattr(self.opt, name)) for name in ('param_groups', 'state'))
+        groups[:] = self.groups
         state = dict(self.opt.state)
         for p,held in state.items():
             if p in self.parts and type(held) is dict: state[p] = self._fill(*self.parts[p], held)
-        if 'state' in self.own:
-            self.own['state'].clear()
-            self.own['state'].update(state)
+        whole.clear()
+        whole.update(state)
         for name,x in self.own.items(): vars(self.opt)[name] = x
 
     def _fill(self, held, was, loaded):

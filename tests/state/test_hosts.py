@@ -10,6 +10,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
+from isaac_loop.checkpoints.rewind import RewindCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.loop.trainer import Trainer
@@ -244,3 +245,14 @@ def test_memory_around_the_tensors_of_an_optimizer_is_named_when_it_is_saved(tmp
     told = r"`Flattens.held` is memory in which `trainer.opt.state\[0\]\['momentum_buffer'\]` lies, too"
     with pytest.warns(UserWarning, match=told):
         fit(make([Flattens], sgd, tmp_path), valid=False)
+
+
+@pytest.mark.parametrize("case", ["a list", "views", "a callback's optimizer"])
+def test_after_a_rewind_it_is_held_too(case, tmp_path):
+    trainer = make(*CASES[case], tmp_path)
+    trainer.remove_callback("CheckpointCB")
+    trainer.add_callbacks(RewindCB())
+    fit(trainer, 2, valid=False)
+    whole = weights(trainer)
+    trainer.rewind(1)
+    assert torch.equal(weights(fit(trainer, 2, valid=False)), whole)
