@@ -15,7 +15,7 @@ from torch import nn, optim
 
 from isaac_loop.state.change_marks import SIMPLE
 from isaac_loop.state.filled_objects import is_array
-from isaac_loop.state.plain_state import extent, has_memory
+from isaac_loop.state.plain_state import has_memory
 from isaac_loop.state.trainer_parts import bare, opts_inside, parts_of, told_opt
 
 # %% ../../nbs/state/29_hosts.ipynb #29a0c0d7
@@ -76,9 +76,9 @@ def _bytes_of(x):
         first,steps = x.__array_interface__['data'][0],[(n-1)*step for n,step in zip(x.shape, x.strides)]
         low,high = sum(o for o in steps if o < 0),sum(o for o in steps if o > 0)
         return torch.device('cpu'), first+low, first+high+x.itemsize
-    memory = x.untyped_storage().data_ptr()
-    first,end = extent(x)
-    return x.device, memory+first, memory+end
+    first,is_whole = x.data_ptr(),x.is_contiguous()
+    n = x.numel() if is_whole else 1+sum((n-1)*step for n,step in zip(x.shape, x.stride()))
+    return x.device, first, first+n*x.element_size()
 
 def _lies(x):
     "Whether numbers of `x` lie in memory"

@@ -160,14 +160,14 @@ class _Walk:
         raise UnsaveableState(f'{self.where}{"".join(reversed(keys))} is {what}. {why}')
 
 # %% ../../nbs/state/10_plain_state.ipynb #932bf560
-def extent(x):
+def _extent(x):
     "First byte of a tensor in its memory, and the one behind its last"
     first,size = x.storage_offset(),x.element_size()
     return first*size, (first+1+sum((n-1)*step for n,step in zip(x.shape, x.stride())))*size
 
 def _is_repeated(x):
     "Whether numbers of a tensor are one in memory, as `expand` leaves them"
-    first,end = extent(x)
+    first,end = _extent(x)
     return x.numel()*x.element_size() > end-first
 
 def _geometry(x):
@@ -265,7 +265,7 @@ class _ExactWalk(_Walk):
     def finish(self, made):
         "Give the views the memory that they lie in"
         for there in self.memory.values():
-            spans = sorted(extent(x) for x,_ in there)
+            spans = sorted(_extent(x) for x,_ in there)
             overlap = any(after[0] < before[1] for before,after in zip(spans, spans[1:]))
             first,whole = there[0]
             if overlap and not torch.is_tensor(whole): whole = _plain_tensor(_all_of(first), self.copy)
@@ -273,7 +273,7 @@ class _ExactWalk(_Walk):
                 if torch.is_tensor(view): continue
                 if overlap: view['of'] = whole
                 elif _is_repeated(x):
-                    part = _all_of(x)[slice(*extent(x))]
+                    part = _all_of(x)[slice(*_extent(x))]
                     view |= dict(of=_plain_tensor(part, self.copy), offset=0)
                 else: view.update({_KEPT: 'apart', 'value': _plain_tensor(x, self.copy)})
         return made
