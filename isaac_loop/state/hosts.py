@@ -85,6 +85,12 @@ def _lies(x):
     if is_array(x): return x.size > 0 and x.dtype.kind in 'biufc'
     return has_memory(x) and x.data_ptr() != 0
 
+def _saved_buffers(root):
+    "Pairs of a name and a buffer that the `state_dict` of a module has"
+    parts = [(path, m, m._non_persistent_buffers_set) for path,m in root.named_modules()]
+    return [(f'{path}.{k}'.lstrip('.'), x) for path,m,without in parts
+            for k,x in m._buffers.items() if x is not None and k not in without]
+
 class Hosts:
     "The weights of a trainer, and the tensors of optimizers"
     def __init__(self,
@@ -107,7 +113,7 @@ class Hosts:
     def _weights(self):
         parts = {'model': bare(self.trainer.model)} | parts_of(self.trainer, nn.Module)
         modules = [(name, m) for name,m in parts.items() if isinstance(m, nn.Module)]
-        return {(name, k): x for name,m in modules for k,x in [*m.named_parameters(), *m.named_buffers()]}
+        return {(name, k): x for name,m in modules for k,x in [*m.named_parameters(), *_saved_buffers(m)]}
 
     @cached_property
     def _places(self):
