@@ -27,14 +27,16 @@ def _entries(x):
     else: pairs = x.items() if isinstance(x, dict) else ()
     return [] if len(pairs := list(pairs)) > _FEW else [(k, o) for k,o in pairs if type(k) in (int, str)]
 
+def _is_opt(x): return issubclass(type(x), optim.Optimizer) # Nobody is asked
+
 def opts_in(
     name:str, # Of a value
     x, # Any value
 )->dict: # By path
     "The optimizers that a value is, or that a list or a dict holds"
-    if isinstance(x, optim.Optimizer): return {name: x}
+    if _is_opt(x): return {name: x}
     if type(x) not in (list, tuple, dict): return {}
-    return {f'{name}[{k!r}]': o for k,o in _entries(x) if isinstance(o, optim.Optimizer)}
+    return {f'{name}[{k!r}]': o for k,o in _entries(x) if _is_opt(o)}
 
 def _all_opts(trainer, owners):
     "All optimizers of a trainer, and of `owners` of state, by path and each once"
