@@ -20,6 +20,7 @@ from ..state.change_marks import is_outside
 from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
 from ..state.holders import holders, may_be_state
+from ..state.later_parts import warn_of_exchanged
 from ..state.run_checks import check_fits, data_unchecked
 from ..state.loader_parts import generators
 from ..state.trainer_parts import on_graph
@@ -123,12 +124,13 @@ def tell_exchanged(trainer, told=()):
     loaders = exchanged_loaders(trainer) if 'loaders' not in told else []
     names = exchanged_names(trainer) if 'names' not in told else []
     graph = on_graph(trainer) if 'graph' not in told else []
+    later = warn_of_exchanged(trainer, told, layers=not names)
     if opts: warn(_ANOTHER.format(' and '.join(opts)))
     if names: warn(_OTHER_NAMES.format(', '.join(names[:4]) + f' (and {len(names)-4} more)'*(len(names) > 4)))
     if graph: warn(_ON_GRAPH.format(', '.join(f'`{o}`' for o in graph)))
     if loaders: warn(_ANOTHER_LOADER.format(loaders[0]))
     found = dict(opts=opts, loaders=loaders, names=names, graph=graph)
-    return (*told, *(kind for kind,some in found.items() if some))
+    return (*told, *later, *(kind for kind,some in found.items() if some))
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #5f28643c
 _ORDER = ('The order of `dls.train` is that of the saved run, whose processes have drawn the seed {seed}; '

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/checkpoints/18_no_effect.ipynb #53503d9a
 from ..basics.checks import warn
 from ..data.fingerprint import loss_of
+from ..state.later_parts import is_begun_with
 from ..state.trainer_parts import as_named_now, opt_defaults
 
 # %% ../../nbs/checkpoints/18_no_effect.ipynb #9880437b
@@ -23,7 +24,8 @@ def warn_of_rates(
 ):
     "Say that a rate or an option given now has no effect on a run that goes on, but another loss has"
     was,loss = state.get('loss_func'),loss_of(trainer)
-    if was not in (None, loss): warn(_OTHER_LOSS.format(was, loss))
+    is_same = was in (None, loss) or is_begun_with(state, loss) # Or exchanged later, which is told then
+    if not is_same: warn(_OTHER_LOSS.format(was, loss))
     saved,now = as_named_now(trainer, state).get('opt_defaults', {}),opt_defaults(trainer)
     position,changed = state['position'],[]
     for name,options in saved.items():

@@ -24,10 +24,11 @@ from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
 from ..state.comings import take_comings, take_out, warn_of_absent
+from ..state.later_parts import await_later, look_for_later, note_begun, note_settled
 from ..state.readers import readers_held
 from ..state.loader_parts import generators, loaders_of, put_workers, workers_begun
-from ..state.putting_back import put_callbacks, put_first, put_frozen, put_generators, put_mode
-from ..state.putting_back import put_position, put_random, put_state
+from ..state.putting_back import look_for_awaited, put_callbacks, put_first, put_frozen
+from ..state.putting_back import put_generators, put_mode, put_position, put_random, put_state
 from ..state.run_state import is_in_pass
 from ..state.told_states import check_states
 from ..state.errors import ResumeMismatch
@@ -45,6 +46,11 @@ def _named(callback, trainer):
         raise
 
 # %% ../../nbs/checkpoints/20_resuming.ipynb #723edf63
+def _look_again(trainer, tell='', parts=()):
+    "Look for what was set or exchanged in the saved run; `tell` of functions, and of `parts`"
+    look_for_awaited(trainer, tell)
+    look_for_later(trainer, parts)
+
 class CompleteAlready(CancelFitException): "Nothing of this fit is left to train"
 
 class ResumingCB:
@@ -79,6 +85,7 @@ class ResumingCB:
     def _epochs(self, trainer, epochs):
         "`epochs`, without those that were done before"
         note_parts(trainer)
+        note_begun(trainer)
         if self._found: self._next = self._found[1]['position']['epoch']
         position,state = self._found[1]['position'] if self._found else {},None
         if self._found and not (is_in_pass(position) or position.get('trained')): state = self._go_on(trainer)
@@ -92,6 +99,7 @@ class ResumingCB:
             walked = True
             yield epoch
             self._look_for_awaited(trainer)
+            _look_again(trainer, 'all', ('parts', 'hooks'))
             self._batches,self._next = 0,epoch+1
             with _named(self, trainer): self._between_epochs(trainer)
         if state and not walked: put_mode(trainer, state) # No pass has set it
@@ -130,6 +138,7 @@ class ResumingCB:
         take_out(trainer, comings.get('left', {}))
         self._awaited = comings.get('came', {})
         put_state(trainer, weights, state)
+        await_later(trainer, state, is_in_pass(state['position']))
         put_frozen(trainer, state)
         put_position(trainer, state)
         put_random(state, self._strict)
@@ -147,6 +156,7 @@ class ResumingCB:
         "Once the batches come, say who had come in the saved run and has not come again"
         awaited,self._awaited = self._awaited,{}
         warn_of_absent(trainer, awaited)
+        _look_again(trainer)
 
     def _between_epochs(self, trainer): "For a subclass: `self._next` is the epoch that comes next"
     def _between_batches(self, trainer): "For a subclass: `self._batches` of this pass are done"
@@ -210,10 +220,14 @@ def _pass(self:ResumingCB, trainer, batches):
         yield batch
         if 'batch_num' not in vars(trainer): continue # Read again, for another callback that resumes
         self._batches = trainer.batch_num+1
-        if ahead is None: ahead = self._batches-handed # Somebody else may have begun this pass further on
+        if ahead is None:
+            ahead = self._batches-handed # Somebody else may have begun this pass further on
+            note_settled(trainer)
+            _look_again(trainer, parts=('parts',))
         if self._batches-handed != ahead and not told: told = _warn_of_order(self, trainer, handed)
         with _named(self, trainer): self._between_batches(trainer)
     if done and not handed: trainer.batch_num = done-1 # Nothing was left but the end of this pass
+    if handed: _look_again(trainer, 'read')
     self._last = self._walked = None
 
 _OTHER_BATCHES = ('`{}` has handed on {} batches, but {} were trained: a callback with a higher `order` '

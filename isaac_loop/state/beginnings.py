@@ -89,7 +89,7 @@ class Beginnings:
         "What has changed after a save: values to put back, names of what has none, and of what has come"
         kept = self.kept.get(name)
         if kept is None or not kept.is_of(owner): return {},[],[]
-        told = {*saved['state'], *saved.get('deleted', ())}
+        told = {*saved['state'], *saved.get('deleted', ()), *saved.get('called', ())}
         others = [k for k in kept.values if k not in own and k not in told] # These have been deleted
         told |= saved['settings'].keys()
         others += [k for k,(mark,_) in kept.values.items()

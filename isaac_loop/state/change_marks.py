@@ -117,16 +117,27 @@ def _held(x):
     if isinstance(x, FunctionType): held = [o.cell_contents for o in x.__closure__ or () if o != CellType()]
     return [part for part in held if isinstance(part, HELD)]
 
-Code = namedtuple('Code', 'what') # What a callable does, whichever object it is
+class Code(namedtuple('Code', 'what')):
+    "What a callable does, whichever object it is; `around` has values around it, which may be others"
+    around = ''
+
+def _function_code(f):
+    made = Code(f.__code__)
+    cells = [o.cell_contents for o in f.__closure__ or () if o != CellType()]
+    made.around = repr([o for o in (*cells, *(f.__defaults__ or ())) if type(o) in SIMPLE])
+    return made
 
 def _code_of(x):
-    "The `Code` of a function, a method, a class or a `partial`; None for anything else"
+    "The `Code` of a function, a method, a class, a `partial` or a user's object; None for anything else"
     if isinstance(x, partial):
         added = [*enumerate(x.args), *x.keywords.items()]
         return Code((_code_of(x.func), repr([(k, o) for k,o in added if type(o) in SIMPLE])))
     x = getattr(x, '__func__', x)
-    if isinstance(x, FunctionType): return Code(x.__code__)
-    return Code((x.__module__, x.__qualname__)) if isinstance(x, (type, BuiltinFunctionType)) else None
+    if isinstance(x, FunctionType): return _function_code(x)
+    if isinstance(x, (type, BuiltinFunctionType)): return Code((x.__module__, x.__qualname__))
+    kind = type(x)
+    is_users = callable(x) and not (isinstance(x, _MADE_ANEW) or is_installed(str(kind.__module__)))
+    return Code((kind.__module__, kind.__qualname__)) if is_users else None
 
 # %% ../../nbs/state/30_change_marks.ipynb #1f91687b
 _UNLOOKED = OF_MODULES - {'training'} # A module's mode counts

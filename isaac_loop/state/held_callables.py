@@ -44,12 +44,17 @@ def keepers_in(
     near,found,seen = deque((path, x, given and callable(x)) for path,x in roots.items()),{},set()
     while near and len(seen) < _MANY:
         path,x,is_called = near.popleft()
+        x = _uncompiled(x)
         if type(x) in SIMPLE or id(x) in seen: continue
         seen.add(id(x))
         if _keeps(x, is_called): found[path] = Added(x) if isinstance(x, partial) else x
         if opts := _opts_added(x): found[f'{path}.__added__'] = SimpleNamespace(**opts)
         near.extend(_ways(path, x, given))
     return found
+
+def _uncompiled(x):
+    "The function that `torch.compile` was given, for one that it has made"
+    return vars(x).get('_torchdynamo_orig_callable', x) if type(x) is FunctionType else x
 
 def _keeps(x, is_called):
     kind = type(x)

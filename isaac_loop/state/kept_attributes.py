@@ -120,8 +120,11 @@ def _values_in(module):
 # %% ../../nbs/state/39_kept_attributes.ipynb #835dc732
 def _hooks_of(module):
     "Hooks of the user's own that change what goes in or comes out"
-    both = module._forward_hooks,module._forward_pre_hooks
-    found = [(hook, _code_of(hook)) for hooks in both for hook in hooks.values()]
+    return changing([*module._forward_hooks.values(), *module._forward_pre_hooks.values()])
+
+def changing(hooks):
+    "Those of several hooks that the user has written and that give something back"
+    found = [(hook, _code_of(hook)) for hook in hooks]
     return [hook for hook,f in found if f is not None and _gives_back(f.__code__)]
 
 def _code_of(hook):

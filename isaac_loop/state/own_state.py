@@ -27,10 +27,12 @@ from .comings import Comings, owed
 from .errors import UnsaveableState
 from .hosts import Hosts, opts_in
 from .change_marks import SIMPLE, Code, Mark, Marker, Same
-from .change_marks import attributes_of, part_of
+from .change_marks import attributes_of, is_outside, part_of
 from .holders import besides, holders, is_beside, may_be_state, unasked
 from .owners import World, add_generators_of, is_layer, is_part
 from .held_callables import keepers_in
+from .moments import is_read_in_training, set_once
+from .other_attributes import kinds_in, misfits
 from .owners import OPT, is_opt, of_other, others_of
 from .plain_state import from_plain, plain
 from .settings import differing, holds_numbers, is_noted, is_setting, looks_of, made_by
@@ -73,6 +75,9 @@ class OwnState:
         self.was_there = {} # Where tensors of optimizers lay after `before_fit`, by path
         self.outside = {} # By function and name, marks of variables that functions write outside of them
         self.told = former.told if former else set() # What was said to be lost
+        self.called = set(former.called) if former else set() # Functions that have come in the fits before
+        self.awaited = set() # Those of a saved run that nobody has set again
+        self.kinds = dict(former.kinds) if former else {} # Of values with which an owner began its first fit
         ever = former.ever if former else {} # Names of what changed in any fit
         self.ever = {name: set(names) for name,names in ever.items()}
         self.comings = Comings(trainer, former and former.comings)
@@ -116,6 +121,8 @@ class OwnState:
         marker,marks = Knower(World(trainer, self.loop)),self.ready if ready else self.begin
         owners = self._owners(trainer, callbacks, layers=ready) # A script sets these before it fits
         for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
+        begun = {k: own for k,(_,own) in owners.items() if ready and _may_be_another(k, self.kinds)}
+        self.kinds |= {k: kinds_in(own) for k,own in begun.items()}
         self.there |= marker.met
         if ready: self.was_there |= Hosts(trainer, owners).places_of_opts()
         written = _written_by({name: o for name,(o,_) in owners.items()}, marker)
@@ -131,11 +138,18 @@ class OwnState:
 
     def close(self, trainer):
         "Note what has changed in this fit, for the next ones"
-        marker = Marker(World(trainer, self.loop))
+        marker,called = Marker(World(trainer, self.loop)),set()
         for name,(_,own) in self._owners(trainer, None).items():
             if is_part(name) and name not in self.ready: continue # The fit has not come as far
             self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
+            called |= {(name, k) for k in self._called(marker, name, own)}
+        self.called = called
         self.comings.close(trainer)
+
+def _may_be_another(name, kinds):
+    "Whether to note with what an owner begins: a callback, or the trainer, in its first fit"
+    is_elsewhere = is_part(name) or is_beside(name) or name.startswith(('dls', 'loss_func'))
+    return not (is_elsewhere or name in kinds)
 
 def _is_fixed(x): return type(x) in SIMPLE or (type(x) is tuple and set(map(type, x)) <= SIMPLE)
 
@@ -206,7 +220,11 @@ def take(self:OwnState,
         state,refused = _exactly(state, name, copy)
         settings,looks = _noted(name, still, of_opt, keeper.world)
         made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
-        more = dict(looks=looks, made=made, deleted=self._deleted(trainer, name, owner, own))
+        called = self._called(keeper.marker, name, own)
+        lost += [k for k in called if k not in lost and set_once(trainer, k)]
+        more = dict(looks=looks, made=made, deleted=self._deleted(trainer, name, owner, own), called=called)
+        more['kinds'] = self.kinds.get(name) if state else None
+        more['late'] = is_part(name) and is_layer(owner) and name not in self.ready
         more = {k: o for k,o in more.items() if o}
         if state or settings or more: found[name] = dict(state=state, settings=settings) | more
         lost = [k for k in lost+refused if self._is_missed(keeper.marker, name, k, own[k], of_opt)]
@@ -240,6 +258,22 @@ def _deleted(self:OwnState, trainer, name, owner, own):
     had += self.first.names(name, owner) # Deleted by a fit that broke off
     gone = list(dict.fromkeys(k for k in had if k not in own))
     return gone if gone and any(name in holders(cb) for cb in trainer.callbacks) else []
+
+@patch
+def _called(self:OwnState, marker, name, own):
+    "Names of what is called and has come in the course of a fit"
+    ready = self.ready.get(name)
+    if ready is None: return [] # It has come itself
+    return [k for k,x in own.items() if type(x) not in SIMPLE and is_outside(x) and id(x) not in marker.world
+            and self._has_come(name, k, part_of(ready, k), marker.mark(x))]
+
+@patch
+def _has_come(self:OwnState, name, k, ready, now):
+    "Whether a value is called, and another than `before_fit` has left there"
+    if not isinstance(now.value, Code): return False
+    if ready is None or not isinstance(ready.value, Code): return True
+    if ready.who == now.who: return (name, k) in self.called
+    return (ready.value, ready.value.around) != (now.value, now.value.around)
 
 @patch
 def _is_as_ready(self:OwnState, marker, owners, name, k):
@@ -307,8 +341,38 @@ def _kept(self:OwnState, keeper, name, own, also=()):
 def _path(name, k): return f'`{name or "trainer"}.{k}`'
 def _listed(found): return ', '.join(found[:8]) + (f' and {len(found)-8} more' if len(found) > 8 else '')
 
+# %% ../../nbs/state/38_own_state.ipynb #7cfc7cbf
+_AWAITED = ('When the run was saved, {} had come in the course of a fit. No checkpoint keeps a function, and '
+            'nobody has set {} again, so the run has gone on otherwise. Set {} where a run that goes on does '
+            'so again: in `before_fit`, or in `before_epoch` on a condition that still holds, such as '
+            '`trainer.epoch >= 3`; or, if nothing is lost, say so in its class: `stateless = {!r}`.')
+
+@patch
+def look_for_awaited(self:OwnState,
+    trainer, # That goes on
+    tell:str='', # Name what nobody has set again: 'all', or 'read' for what training batches read
+):
+    "Which functions of the saved run are still to come"
+    if not self.awaited: return
+    marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
+    found = {(name, k) for name,k in self.awaited
+             if name in owners and self._is_untouched(marker, name, k, owners[name][1].get(k))}
+    lost = sorted(o for o in found if tell == 'all' or (tell and is_read_in_training(trainer, o[1])))
+    self.awaited = set() if tell == 'all' else found - {*lost}
+    if not lost: return
+    it = 'it' if len(lost) == 1 else 'them'
+    warn(_AWAITED.format(_listed([_path(*o) for o in lost]), it, it, tuple(k for _,k in lost)))
+
+@patch
+def _is_untouched(self:OwnState, marker, name, k, x):
+    "Whether an attribute has what `before_fit` left there, or nothing"
+    was,now = part_of(self.ready.get(name), k),marker.mark(x)
+    return was == now or (was is None and x is None)
+
 # %% ../../nbs/state/38_own_state.ipynb #a169c12e
 _TOLD = {'lost': 'There is no place any more for what was saved as {}, so it begins anew.',
+         'misfit': ('Attributes are others than in the saved run: {}. What was saved of them is left out, so '
+                    'they begin anew; to take it over, give them the names and kinds that they had.'),
          'gone': 'What was saved of {} has no callback or module any more, so it is lost.',
          'differ': 'The run goes on with the settings that the script has now: {}.'}
 _AS_IT_WAS = (' If that is not meant, let callbacks and settings be as they were, '
@@ -322,7 +386,7 @@ def put(self:OwnState,
     between:bool=True, # Between two epochs? In a pass a loader that does not know its place is read again
 ):
     "Put back what was taken"
-    marker,differ = Marker(World(trainer, self.loop)),[]
+    marker,differ,misfit = Marker(World(trainer, self.loop)),[],[]
     owners = self._owners(trainer, None)
     hosts = Hosts(trainer, owners)
     putter = Putter(_device_of(trainer), self.there, hosts)
@@ -336,13 +400,21 @@ def put(self:OwnState,
         others = differing(name or 'trainer', saved[name], still, marker)
         differ += others
         made = saved[name].get('made', ()) if others else () # From other settings
-        state = {k: o for k,o in saved[name]['state'].items() if not (k in made or (name, k) in first)}
-        putter.members(owner, from_plain(back | state), name or 'trainer')
+        kept = {k: o for k,o in saved[name]['state'].items() if not (k in made or (name, k) in first)}
+        odd = misfits(owner, back | kept, saved[name].get('kinds'), self.kinds.get(name))
+        misfit += [f'`{name or "trainer"}.{k}` {what}' for k,what in odd.items()]
+        state = {k: o for k,o in (back | kept).items() if k not in odd}
+        putter.members(owner, from_plain(state), name or 'trainer')
         for k in attributes_of(owner).keys() & saved[name].get('deleted', ()): delattr(owner, k)
     putter.lost += hosts.tie(saved.get('', {}).get('ties', ()))
     self.back = self._marks_now(trainer)
-    gone = [f'`{name}`' for name in saved if name not in owners and saved[name]['state']]
-    if tell: _tell(dict(lost=[f'`{path}`' for path in putter.lost], gone=gone, differ=differ))
+    awaited = {(name, k) for name in saved if name in owners for k in saved[name].get('called', ())}
+    self.awaited = awaited-self.called # Those have come in this process
+    self.look_for_awaited(trainer)
+    gone = [name for name in saved if name not in owners and saved[name]['state']]
+    gone = [f'`{name}`' for name in gone if not saved[name].get('late')] # A layer comes when it is needed
+    lost = [f'`{path}`' for path in putter.lost]
+    if tell: _tell(dict(lost=lost, misfit=misfit, gone=gone, differ=differ))
 
 @patch
 def of_opts(self:OwnState,

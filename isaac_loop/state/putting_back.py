@@ -101,6 +101,11 @@ def put_mode(
     "Let the model train or evaluate as it did"
     if hasattr(trainer.model, 'train'): trainer.model.train(state['position']['model_trains'])
 
+def look_for_awaited(trainer, tell=''):
+    "Look whether functions that no checkpoint keeps have been set again; `tell` is as for `OwnState`"
+    own = getattr(trainer, '_own_state', None)
+    if own is not None: own.look_for_awaited(trainer, tell)
+
 def put_first(
     trainer, # That goes on, with everything put back that was saved
     state:dict, # As `take_state` gave it

@@ -10,11 +10,12 @@ import torch
 from torch import nn, optim
 
 from ..basics.checks import warn
-from ..data.fingerprint import data_of, differences, unchecked
+from ..data.fingerprint import data_of, differences, loss_of, unchecked
 from ..data.resumable_loaders import harm_of
 from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .fitting_weights import differing, numbers_for, other_types, with_empty
+from .later_parts import is_begun_with
 from .loader_parts import loaders_of
 from .run_state import is_in_pass
 from .told_states import stateful_callbacks
@@ -103,6 +104,8 @@ def _saved_once(trainer, state):
 
 _CAME = '`trainer.{name}`: it was {before}, and is a module, `{kind}`, of which nothing is saved{instead}'
 _WENT = '`trainer.{name}`: it was a module, whose state is saved, and is {before} now'
+_LATER_LOSS = (' (the run began with this one, and has exchanged it in its course: let the script begin with '
+               'the later one to go on with that, or give a function that calls the one or the other)')
 _CALLS_IT = '. To go on with it on purpose, let a function call it'
 
 def _other_modules(trainer, state):
@@ -111,9 +114,11 @@ def _other_modules(trainer, state):
     for name in dict.fromkeys([*(o for o in saved if o not in further), *now]):
         is_loss = name == 'loss_func'
         before,instead = ('a function', _CALLS_IT) if is_loss else ('no module', '')
-        if name not in now: yield _WENT.format(name=name, before=before)
+        later = _LATER_LOSS*(is_loss and is_begun_with(state, loss_of(trainer)))
+        if name not in now: yield _WENT.format(name=name, before=before) + later
         elif name not in saved:
-            yield _CAME.format(name=name, before=before, kind=type(now[name]).__name__, instead=instead)
+            kind = type(now[name]).__name__
+            yield _CAME.format(name=name, before=before, kind=kind, instead=later or instead)
         else: yield from _other_numbers(numbers_for(trainer, state, name), now[name], f'`trainer.{name}`')
 
 def _other_numbers(saved, module, what):

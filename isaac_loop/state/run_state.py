@@ -19,6 +19,7 @@ from .errors import UnsaveableState
 from .plain_state import Exactly, plain
 from .random_numbers import compact_random_state, undrawn
 from .loader_parts import batch_orders, generators, held_loaders, loaders_of, workers_begun
+from .later_parts import take_later
 from .told_states import stateful_callbacks
 from .trainer_parts import all_parameters, bare, grad_of, held_parameters, opt_defaults
 from .trainer_parts import opts_made, opts_of, parts_of, told_opt
@@ -155,6 +156,7 @@ def _gather(trainer):
                 data=data_of(trainer),
                 loss_func=loss_of(trainer),
                 script=script_facts(trainer),
+                later=take_later(trainer),
                 frozen=_frozen(trainer),
                 modes=_modes(trainer),
                 orders=batch_orders(trainer),

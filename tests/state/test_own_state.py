@@ -441,6 +441,54 @@ def test_settings_are_those_of_the_script_and_a_difference_is_told(tmp_path):
     assert "saved of `RateCB` has no callback or module any more" in gone
 
 
+class ListCB(RateCB):
+    def __init__(self):
+        self.n = []
+
+    def after_step(self, trainer):
+        self.n.append(1)
+
+
+ListCB.__qualname__ = ListCB.__name__ = "RateCB"
+
+
+def test_an_attribute_of_another_kind_than_in_the_saved_run_begins_anew_and_is_told(tmp_path):
+    trainer, told = saved_and_again(tmp_path / "a", RateCB(), ListCB())
+    assert "`RateCB.n` was a number when that run began, and is a list now" in told
+    assert trainer.RateCB.n == [1] * 13 and "the names and kinds that they had" in told
+    trainer, told = saved_and_again(tmp_path / "b", ListCB(), RateCB())
+    assert "`RateCB.n` was a list when that run began, and is a number now" in told
+    assert trainer.RateCB.n == 13
+
+
+class RenamedCB(RateCB):
+    def __init__(self):
+        self.steps = 0
+
+    def after_step(self, trainer):
+        self.steps += 1
+
+
+RenamedCB.__qualname__ = RenamedCB.__name__ = "RateCB"
+
+
+class NamedLateCB(RenamedCB):
+    "Comes to the old name by other means"
+
+    def before_epoch(self, trainer):
+        self.n = getattr(self, "n", 0)
+
+
+NamedLateCB.__qualname__ = NamedLateCB.__name__ = "RateCB"
+
+
+def test_an_attribute_that_has_another_name_begins_anew_and_is_told(tmp_path):
+    trainer, told = saved_and_again(tmp_path / "a", RateCB(), RenamedCB())
+    assert "`RateCB.n` has gone, and `steps` is new" in told and vars(trainer.RateCB) == {"steps": 13}
+    trainer, told = saved_and_again(tmp_path / "b", RateCB(), NamedLateCB())
+    assert trainer.RateCB.n == 8 and "has gone" not in told
+
+
 @pytest.mark.parametrize("wrap", [float, lambda x: [1.0, x], lambda x: (x, None), lambda x: [[x], {"a": x}]])
 def test_a_setting_that_is_no_number_is_still_the_same(wrap, tmp_path):
     assert not saved_and_again(tmp_path, *(RateCB(wrap(float("nan"))) for _ in range(2)))[1]
