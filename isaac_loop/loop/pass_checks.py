@@ -229,7 +229,7 @@ def warn_of_late_methods(
 _STAYS = ('`trainer.model` is a {kind}, which has no method `train`, so {layers} in it stayed in training '
           'mode in a pass of validation: dropout draws anew, and batch norms go on measuring. Hold the '
           'modules in an `nn.ModuleDict` or another `nn.Module`, give the class a method `train(mode)`, or '
-          'call their `eval()` and `train()` in `before_epoch`.')
+          'call their `.eval()` and `.train()` in `before_epoch`.')
 
 def warn_of_mode(
     trainer, # A pass has ended

@@ -12,6 +12,10 @@ import torch
 
 from isaac_loop.basics.tensors import is_part, map_tensors, part_like
 from isaac_loop.state.filled_objects import Filler, memory_of
+from isaac_loop.state.hosts import opts_in
+from isaac_loop.state.lost_words import path_of
+from isaac_loop.state.owners import is_opt
+from isaac_loop.state.plain_state import from_plain
 
 # %% ../../nbs/state/61_loaded_optimizers.ipynb #61a0c105
 def _place_of(x):
@@ -98,3 +102,45 @@ def _put_types_right(opt, saved):
             if _has_other_type(now, was): opt.state[p][name] = was.to(now.device, copy=True)
 
 def _has_other_type(now, was): return torch.is_tensor(now) and torch.is_tensor(was) and now.dtype != was.dtype
+
+# %% ../../nbs/state/61_loaded_optimizers.ipynb #cbec48ae
+def of_opts(
+    owners:dict, # Pairs of an object and its attributes that may be state, by name
+    saved:dict, # What `OwnState.take` gave
+)->tuple: # The same kind of dict, and names of optimizers without a place
+    "Of what was saved that of the trainer, of its optimizers and of those that callbacks have"
+    found,left = {},[]
+    for name,kept in saved.items():
+        owner,own = owners.get(name, (None, {}))
+        if name == '' or is_opt(name, owner): found[name] = kept
+        else:
+            there = {k: list(opts_in(k, own.get(k)).values()) for k in kept['state']}
+            fit = {k for k,opts in there.items() if opts and _are_of(opts, kept['state'][k])}
+            if fit: found[name] = dict(state={k: kept['state'][k] for k in fit}, settings={})
+            left += [path_of(name, k) for k in there.keys()-fit if k in own and _opt_states(kept['state'][k])]
+    return found,left
+
+def _opt_states(x):
+    "What optimizers have told, in what was kept of a value"
+    if type(x) not in (dict, list, tuple): return []
+    if type(x) is dict and {'state', 'param_groups'} <= x.keys(): return [x]
+    return [state for part in (x.values() if type(x) is dict else x) for state in _opt_states(part)]
+
+def _are_of(opts, kept):
+    "Whether what was kept is of optimizers with as many parameters in their groups"
+    sizes = lambda groups: [len(group['params']) for group in groups]
+    states = _opt_states(kept)
+    return [sizes(o.param_groups) for o in opts] == [sizes(o['param_groups']) for o in states]
+
+def put_opts(
+    putter, # Puts back members of an object
+    owners:dict, # As for `of_opts`
+    saved:dict, # Likewise
+)->set: # Pairs of the name of an owner and that of an attribute
+    "Put back the optimizers that owners hold"
+    done = set()
+    for name,(owner,own) in owners.items():
+        state = {k: o for k,o in saved[name]['state'].items() if opts_in(k, own.get(k))}
+        if state: putter.members(owner, from_plain(state), name or 'trainer')
+        done |= {(name, k) for k in state}
+    return done

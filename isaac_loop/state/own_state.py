@@ -6,15 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
-import dis
-from functools import lru_cache
-from types import CellType, FunctionType
-
 import torch
 from fastcore.basics import patch
 from torch import nn, optim
 
-from ..basics.checks import warn
 from ..loop.fitting import private_state
 from ..loop.shared_attributes import STATE
 from ..loop.trainer import Trainer
@@ -25,7 +20,11 @@ from .put_values import Putter
 from .filled_objects import Knower, is_numeric, is_still
 from .comings import Comings, owed
 from .errors import UnsaveableState
-from .hosts import Hosts, opts_in
+from .hosts import Hosts
+from .loaded_optimizers import put_opts
+from .lost_words import tell_all, warn_of_awaited, warn_of_later, warn_of_lost, warn_of_met
+from .lost_words import warn_of_outside
+from .outside_variables import written_by
 from .change_marks import SIMPLE, Code, Mark, Marker, Same
 from .change_marks import attributes_of, is_outside, part_of
 from .holders import besides, holders, is_beside, may_be_state, unasked
@@ -33,28 +32,9 @@ from .owners import World, add_generators_of, is_layer, is_part
 from .held_callables import keepers_in
 from .moments import is_read_in_training, set_once
 from .other_attributes import kinds_in, misfits
-from .owners import OPT, is_opt, of_other, others_of
+from .owners import is_opt, of_other, others_of
 from .plain_state import from_plain, plain
 from .settings import differing, holds_numbers, is_noted, is_setting, looks_of, made_by
-
-# %% ../../nbs/state/38_own_state.ipynb #4ff82aef
-@lru_cache
-def _writes_outside(code):
-    "Names that a function writes by `nonlocal`"
-    written = {o.argval for o in dis.get_instructions(code) if o.opname in ('STORE_DEREF', 'DELETE_DEREF')}
-    return written & set(code.co_freevars)
-
-def _written_by(functions, marker):
-    "Marks of the variables that functions, by path, write outside of them"
-    found,seen = {},set()
-    for path,f in functions.items():
-        if not isinstance(f, FunctionType) or unasked(f) is True: continue
-        names = _writes_outside(f.__code__) - unasked(f)
-        for name,cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-            if name not in names or cell == CellType() or id(cell) in seen: continue
-            seen.add(id(cell))
-            found[path, name] = marker.mark(cell.cell_contents)
-    return found
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
 def _nothing(): return None
@@ -125,7 +105,7 @@ class OwnState:
         self.kinds |= {k: kinds_in(own) for k,own in begun.items()}
         self.there |= marker.met
         if ready: self.was_there |= Hosts(trainer, owners).places_of_opts()
-        written = _written_by({name: o for name,(o,_) in owners.items()}, marker)
+        written = written_by({name: o for name,(o,_) in owners.items()}, marker)
         self.outside = written | self.outside if ready else self.outside | written
         if callbacks is None: self.comings.begin(trainer)
 
@@ -173,28 +153,15 @@ def _trainers_own(trainer, without):
     return {k: o for k,o in may_be_state(trainer, without).items() if not isinstance(o, kinds)}
 
 # %% ../../nbs/state/38_own_state.ipynb #678e667b
-_OUTSIDE = ('{} changed during this fit, by `nonlocal`, and no checkpoint keeps {}, so a run that goes on '
-            'begins with {} anew and may be another run. Make it an attribute of the function, as by '
-            '`{}.{} = ...` before the fit; or, if nothing is lost, say so: `{}.stateless = {!r}`.')
-
 @patch
 def _warn_of_outside(self:OwnState, owners, marker):
     "Name once what functions have written outside of them"
-    now,was = _written_by({name: o for name,(o,_) in owners.items()}, marker),self.outside
+    now,was = written_by({name: o for name,(o,_) in owners.items()}, marker),self.outside
     new = [path for path,mark in now.items() if path not in self.told and was.get(path, mark) != mark]
     self.told.update(new)
-    if not new: return
-    (who,name),them = new[0],'it' if len(new) == 1 else 'them'
-    warn(_OUTSIDE.format(_listed([_path(*o) for o in new]), them, them, who, name, who, name))
+    if new: warn_of_outside(new)
 
 # %% ../../nbs/state/38_own_state.ipynb #16e030b1
-_CANNOT = ('{} {} and cannot be kept in a checkpoint, so a run that goes on will make '
-           '{} anew and may be another run. '
-           'Keep numbers, tensors and containers of them in attributes, {}'
-           'or, if nothing is lost, say so in its class: `stateless = {!r}`.')
-_OF_OPT = 'give the optimizer `state_dict()` and `load_state_dict(state)`, '
-_OF_CALLBACK = 'make objects in `before_fit`, give the callback `state_dict()` and `load_state_dict(state)`, '
-
 @patch
 def take(self:OwnState,
     trainer, # In the fit that this was made for, or after it
@@ -235,9 +202,9 @@ def take(self:OwnState,
     self.first.note(keeper.marker, owners, self._changed, self.begin, self.ready)
     self.told.update(unkept)
     met = {o: keeper.met[o] for o in unkept if o in keeper.met}
-    if met: _warn_of_met(met)
+    if met: warn_of_met(met)
     unkept = [o for o in unkept if o not in met]
-    if unkept: _warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))
+    if unkept: warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))
     self._warn_of_outside(owners, keeper.marker)
     return found
 
@@ -298,25 +265,6 @@ def _exactly(state, name, copy):
     except UnsaveableState: odd = [k for k,x in state.items() if not is_plain(x)]
     return plain({k: x for k,x in state.items() if k not in odd}, name, copy, exact=True),odd
 
-def _warn_of_lost(unkept, was_made):
-    "Say what will be made anew when a run goes on; it has changed, or `was_made` when the fit began"
-    what,them = _listed([_path(*o) for o in unkept]),'it' if len(unkept) == 1 else 'them'
-    asked = [name for name,_ in unkept if name != 'loss_func' and not is_part(name)]
-    instead = _OF_CALLBACK if asked else '' # Nobody asks a loss, or a model
-    if not asked and any(name == OPT for name,_ in unkept): instead = _OF_OPT
-    how = ['were', 'was'][len(unkept) == 1]+' made in this fit' if was_made else 'changed during this fit'
-    warn(_CANNOT.format(what, how, them, instead, tuple(k for _,k in unkept)))
-
-_MEETS = ('{} is memory in which `{}` lies, too, and what is loaded of that lies apart. So a run that '
-          'goes on will make {} anew and may be another run. Make such memory in `before_fit`, hold the '
-          'tensors themselves or views of one of them; or, if nothing is lost, say so in its class: '
-          '`stateless = {!r}`.')
-
-def _warn_of_met(met):
-    "Say of what tensors of the run lie in"
-    what,them = _listed([_path(*o) for o in met]),'it' if len(met) == 1 else 'them'
-    warn(_MEETS.format(what, next(iter(met.values())), them, tuple(k for _,k in met)))
-
 @patch
 def _kept(self:OwnState, keeper, name, own, also=()):
     "What is kept of the attributes `own`, what is as it was, and names of what cannot be kept"
@@ -338,15 +286,7 @@ def _kept(self:OwnState, keeper, name, own, also=()):
     state = {k: state[k] if x is bare[k] else x for k,x in parted.items()}
     return state, still, lost+views
 
-def _path(name, k): return f'`{name or "trainer"}.{k}`'
-def _listed(found): return ', '.join(found[:8]) + (f' and {len(found)-8} more' if len(found) > 8 else '')
-
 # %% ../../nbs/state/38_own_state.ipynb #7cfc7cbf
-_AWAITED = ('When the run was saved, {} had come in the course of a fit. No checkpoint keeps a function, and '
-            'nobody has set {} again, so the run has gone on otherwise. Set {} where a run that goes on does '
-            'so again: in `before_fit`, or in `before_epoch` on a condition that still holds, such as '
-            '`trainer.epoch >= 3`; or, if nothing is lost, say so in its class: `stateless = {!r}`.')
-
 @patch
 def look_for_awaited(self:OwnState,
     trainer, # That goes on
@@ -359,9 +299,7 @@ def look_for_awaited(self:OwnState,
              if name in owners and self._is_untouched(marker, name, k, owners[name][1].get(k))}
     lost = sorted(o for o in found if tell == 'all' or (tell and is_read_in_training(trainer, o[1])))
     self.awaited = set() if tell == 'all' else found - {*lost}
-    if not lost: return
-    it = 'it' if len(lost) == 1 else 'them'
-    warn(_AWAITED.format(_listed([_path(*o) for o in lost]), it, it, tuple(k for _,k in lost)))
+    if lost: warn_of_awaited(lost)
 
 @patch
 def _is_untouched(self:OwnState, marker, name, k, x):
@@ -370,14 +308,6 @@ def _is_untouched(self:OwnState, marker, name, k, x):
     return was == now or (was is None and x is None)
 
 # %% ../../nbs/state/38_own_state.ipynb #a169c12e
-_TOLD = {'lost': 'There is no place any more for what was saved as {}, so it begins anew.',
-         'misfit': ('Attributes are others than in the saved run: {}. What was saved of them is left out, so '
-                    'they begin anew; to take it over, give them the names and kinds that they had.'),
-         'gone': 'What was saved of {} has no callback or module any more, so it is lost.',
-         'differ': 'The run goes on with the settings that the script has now: {}.'}
-_AS_IT_WAS = (' If that is not meant, let callbacks and settings be as they were, '
-              'or begin anew in another folder.')
-
 @patch
 def put(self:OwnState,
     trainer, # Whose every `before_fit` has run
@@ -392,7 +322,7 @@ def put(self:OwnState,
     putter = Putter(_device_of(trainer), self.there, hosts)
     theirs = {name: pair for name,pair in owners.items()
               if name in saved and (between or _knows_its_place(trainer, name))}
-    first = _put_opts(putter, theirs, saved) # In them may lie what others hold
+    first = put_opts(putter, theirs, saved) # In them may lie what others hold
     for name,(owner,own) in theirs.items():
         settings,changed = saved[name]['settings'],self._changed(marker, name, own)
         back = {k: o for k,o in settings.items() if k in changed}
@@ -414,45 +344,7 @@ def put(self:OwnState,
     gone = [name for name in saved if name not in owners and saved[name]['state']]
     gone = [f'`{name}`' for name in gone if not saved[name].get('late')] # A layer comes when it is needed
     lost = [f'`{path}`' for path in putter.lost]
-    if tell: _tell(dict(lost=lost, misfit=misfit, gone=gone, differ=differ))
-
-@patch
-def of_opts(self:OwnState,
-    trainer, # That takes over what was saved
-    saved:dict, # What `take` gave
-)->tuple: # The same kind of dict, and names of optimizers without a place
-    "Of what was saved that of the trainer, of its optimizers and of those that callbacks have"
-    owners,found,left = self._owners(trainer, None),{},[]
-    for name,kept in saved.items():
-        owner,own = owners.get(name, (None, {}))
-        if name == '' or is_opt(name, owner): found[name] = kept
-        else:
-            there = {k: list(opts_in(k, own.get(k)).values()) for k in kept['state']}
-            fit = {k for k,opts in there.items() if opts and _are_of(opts, kept['state'][k])}
-            if fit: found[name] = dict(state={k: kept['state'][k] for k in fit}, settings={})
-            left += [_path(name, k) for k in there.keys()-fit if k in own and _opt_states(kept['state'][k])]
-    return found,left
-
-def _opt_states(x):
-    "What optimizers have told, in what was kept of a value"
-    if type(x) not in (dict, list, tuple): return []
-    if type(x) is dict and {'state', 'param_groups'} <= x.keys(): return [x]
-    return [state for part in (x.values() if type(x) is dict else x) for state in _opt_states(part)]
-
-def _are_of(opts, kept):
-    "Whether what was kept is of optimizers with as many parameters in their groups"
-    sizes = lambda groups: [len(group['params']) for group in groups]
-    states = _opt_states(kept)
-    return [sizes(o.param_groups) for o in opts] == [sizes(o['param_groups']) for o in states]
-
-def _put_opts(putter, owners, saved):
-    "Put back the optimizers that owners hold; returns names"
-    done = set()
-    for name,(owner,own) in owners.items():
-        state = {k: o for k,o in saved[name]['state'].items() if opts_in(k, own.get(k))}
-        if state: putter.members(owner, from_plain(state), name or 'trainer')
-        done |= {(name, k) for k in state}
-    return done
+    if tell: tell_all(dict(lost=lost, misfit=misfit, gone=gone, differ=differ))
 
 @patch
 def put_first(self:OwnState,
@@ -465,13 +357,9 @@ def put_first(self:OwnState,
     meant = {name: pair for name,pair in owners.items() if between or _knows_its_place(trainer, name)}
     putter = Putter(_device_of(trainer), self.there)
     lost = put_beginnings(self.first, putter, marker, meant, saved, self.ever)
-    if lost: warn(_SINCE.format(_listed([_path(*o) for o in lost])))
+    if lost: warn_of_later(lost)
     marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
     self.first.note(marker, owners, self._changed, self.begin, self.ready, goes_on=True)
-
-_SINCE = ('{} changed in this process after the place where the run goes on, and what stood there before was '
-          'not copied, as it is large or cannot be. So the run may be another one. Start the script again, '
-          'in another process: there it goes on exactly.')
 
 @patch
 def _marks_now(self:OwnState, trainer):
@@ -482,11 +370,6 @@ def _marks_now(self:OwnState, trainer):
 def _knows_its_place(trainer, name):
     "Whether an owner is none that reads for the training loader, or for one that goes on where it stood"
     return not name.startswith('dls.train') or hasattr(trainer.dls.train, 'load_state_dict')
-
-def _tell(found):
-    "Warn of what was lost, what is gone and what differs"
-    told = [_TOLD[k].format(_listed(o)) for k,o in found.items() if o]
-    if told: warn(' '.join(told) + _AS_IT_WAS)
 
 def _device_of(trainer):
     params = trainer.model.parameters() if isinstance(trainer.model, nn.Module) else ()
