@@ -9,12 +9,13 @@ __all__ = []
 import math
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ..basics.checks import warn
 from ..basics.tensors import whole
 from .gradient_sizes import NotFinite, is_scalers, largest_of, place_of_grad
 from ..loop.pass_checks import held_optimizers
-from ..train.optimizer_options import parameters_beside
+from ..train.optimizer_options import has_closure, parameters_beside
 
 # %% ../../nbs/device/18_other_optimizers.ipynb #2c53a7c0
 SCALED = ('`{path}` has got a gradient through `trainer.loss`, which `MixedPrecisionCB` scales, and '
@@ -53,7 +54,7 @@ class Beside:
         overflow:str, # Likewise, for a gradient that is not finite
     ):
         self.parameters,self.message,self.overflow = parameters,message,overflow
-        self.p,self.path = None,None # The one that is measured
+        self.p,self.path,self.grad = None,None,None # The one that is measured
         self.limit = None # Above it is scaled
         self.odd,self.is_done = NotFinite(),False # A hook must not be removed while hooks run
         self.before,self._handle = [],opt.register_step_pre_hook(self._look)
@@ -71,17 +72,18 @@ class Beside:
             size = _size(p.grad) if has_come else 0
             if not size or not math.isfinite(size): continue
             self.path,self.p,self.limit = path,p,size/scale**0.5
+            self.grad = TensorWeakRef(p.grad) # One that was cleared and made anew is another
             return True
         return False
 
-    def _look(self, opt, *args):
+    def _look(self, opt, args, kwargs):
         "Before a step: warn if gradients are not finite, and before the first if nobody has divided them"
-        if self.is_done or is_scalers(opt): return
+        if self.is_done or is_scalers(opt) or has_closure(args, kwargs): return # A closure may clear them
         there = [(path, p.grad) for path,p in self.parameters if p.grad is not None]
         if not there: return
         sizes = largest_of([grad for _,grad in there])
         self.odd.note((path for path,_ in there), sizes)
-        measured = self.p is not None and self.p.grad is not None
+        measured = self.p is not None and self.p.grad is not None and self.p.grad is self.grad()
         if (measured or sizes.device.type == 'cpu') and self.tell(): return
         if not measured: return
         is_scaled,self.p = _size(self.p.grad) > self.limit,None

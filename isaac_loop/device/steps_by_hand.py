@@ -43,10 +43,10 @@ BY_HAND = ('`trainer.{opt}` was about to step outside the event `step`, with gra
            "`self.run_callbacks('step')`, in place of `self.{opt}.step()` and of counting it; or use "
            "'bfloat16', which scales nothing.")
 _TOUCHED = ('`trainer.{opt}` was about to step outside the event `step`, with gradients that `{cb}` has '
-            'scaled and that were changed before anybody divided them, as by clipping: they are about '
-            "{times:.3g} times as large as they would be. Let `one_batch` step by "
-            "`self.run_callbacks('step')`, and change gradients in `before_step`, where they are divided; or "
-            "use 'bfloat16', which scales nothing.")
+            'scaled and that were changed before anybody divided them, as by clipping, unless they were '
+            "enlarged since: they are about {times:.3g} times as large as they would be. Let `one_batch` "
+            "step by `self.run_callbacks('step')`, and change gradients in `before_step`, where they are "
+            "divided; or use 'bfloat16', which scales nothing.")
 _OVERFLOWED = ('`trainer.{opt}` was about to step outside the event `step`, with a gradient of {path} that '
                'is not finite, which spoils the weights. `{cb}` scales the loss until gradients overflow, '
                "and leaves out such steps if `one_batch` steps by `self.run_callbacks('step')`. Do so, leave "

@@ -10,6 +10,7 @@ import ast
 from types import FunctionType, SimpleNamespace
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -231,18 +232,44 @@ _STAYS = ('`trainer.model` is a {kind}, which has no method `train`, so {layers}
           'modules in an `nn.ModuleDict` or another `nn.Module`, give the class a method `train(mode)`, or '
           'call their `.eval()` and `.train()` in `before_epoch`.')
 
-def warn_of_mode(
-    trainer, # A pass has ended
-):
-    "Warn, once, when layers of a model that cannot be told have validated as in training"
-    model,told = trainer.model,trainer.plan.told
-    if trainer._training or isinstance(model, torch.nn.Module) or hasattr(model, 'train'): return
-    modules = held(SimpleNamespace(model=model), torch.nn.Module) + held(model, torch.nn.Module)
-    layers = {layer for m in modules for layer in m.modules() if isinstance(layer, (_BatchNorm, _DropoutNd))}
-    kinds = sorted({type(layer).__name__ for layer in layers if layer.training})
-    if not kinds or 'mode' in told or 'batch_num' not in vars(trainer): return
-    told.add('mode')
-    warn(_STAYS.format(kind=type(model).__name__, layers=_listed(kinds)))
+class ModeWatch:
+    "Sees whether layers of a model that cannot be told validate as in training"
+    def __init__(self,
+        trainer, # Begins a pass
+    ):
+        modules = held(SimpleNamespace(model=trainer.model), nn.Module) + held(trainer.model, nn.Module)
+        layers = {layer for m in modules for layer in m.modules() if _has_mode(layer)}
+        self._kinds = set() # Of those that were called in training mode
+        self._hooks = [layer.register_forward_pre_hook(self._note) for layer in layers]
+
+    def _note(self, layer, args):
+        if layer.training: self._kinds.add(type(layer).__name__)
+
+    def tell(self,
+        trainer, # The pass has ended
+    ):
+        "Warn, once, of what was seen"
+        told = trainer.plan.told
+        if not self._kinds or 'mode' in told: return
+        told.add('mode')
+        warn(_STAYS.format(kind=type(trainer.model).__name__, layers=_listed(sorted(self._kinds))))
+
+    def close(self):
+        "See nothing more"
+        for hook in self._hooks: hook.remove()
+
+def _has_mode(layer):
+    "Whether a layer does something else in training"
+    if isinstance(layer, _BatchNorm): return layer.track_running_stats
+    return isinstance(layer, _DropoutNd) and layer.p > 0
+
+def mode_watch(
+    trainer, # Begins a pass
+)->ModeWatch: # Or None, if there is nothing to see
+    "One for a validation of a model that has no method `train`"
+    model = trainer.model
+    if trainer._training or isinstance(model, nn.Module) or hasattr(model, 'train'): return None
+    return ModeWatch(trainer)
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #1fcf3341
 _UNREAD = ('`trainer.{}` is True, and the loop does not read it, so another pass begins. To stop, call '

@@ -248,6 +248,7 @@ def one_pass(
     trainer.plan.select(training)
     trainer.plan.batch_seen,trainer.plan.n_cut = False,0
     n_updates,steps = trainer.n_updates,pass_checks.StepCounter() if has_own_batch(trainer) else None
+    modes = pass_checks.mode_watch(trainer)
     try:
         if steps: steps.watch(trainer)
         yield
@@ -256,11 +257,12 @@ def one_pass(
         if steps: pass_checks.warn_of_own_batch(trainer, n_updates, steps)
         pass_checks.warn_of_more_updates(trainer)
         pass_checks.warn_of_late_methods(trainer)
-        pass_checks.warn_of_mode(trainer)
+        if modes: modes.tell(trainer)
     finally:
         trainer._source.leave()
         trainer.plan.uses_chains = trainer._plain_dls = False
         if steps: steps.close()
+        if modes: modes.close()
         if not trainer._fitting: trainer._training = None
 
 def passes_left(

@@ -123,14 +123,14 @@ class Hosts:
         weights = [(0, ['weight', *names], x) for names,x in self._weights.items()]
         others = [(1, path, x) for _,tensors in self._of_opts for path,x in tensors]
         found,ties = {},[]
-        for late,path,x in weights+others:
+        for i,(late,path,x) in enumerate(weights+others):
             if not _lies(x): continue
             device,first,end = _bytes_of(x)
-            found.setdefault(device, []).append((first, -end, late, path, x))
+            found.setdefault(device, []).append((first, -end, late, i, path, x))
         for device,places in found.items():
-            places.sort(key=lambda o: o[:3])
+            places.sort() # No two have the same `i`
             found[device] = kept = []
-            for first,end,late,path,x in places:
+            for first,end,late,_,path,x in places:
                 if not kept or -end > -kept[-1][1]: kept.append((first, end, path, x))
                 elif late: ties.append((path, x))
         return found,ties

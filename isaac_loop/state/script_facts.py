@@ -149,9 +149,13 @@ def exchanged_names(
     now = _names_in(trainer)
     known,began = vars(trainer).get('_data_seen', Seen()).found.get('names', (None, (now, now)))[1]
     both = [name for name in now if name in began]
-    came = [f'`{name}.{k}` has come' for name in both for k in now[name] if k not in set(known[name])]
-    gone = [f'`{name}.{k}` has gone' for name in both for k in began[name] if k not in set(now[name])]
+    came = [f'`{name}.{k}` has come' for name in both for k in _without(now[name], known[name])]
+    gone = [f'`{name}.{k}` has gone' for name in both for k in _without(began[name], now[name])]
     return came+gone
+
+def _without(names, others):
+    others = set(others)
+    return [k for k in names if k not in others]
 
 def _exchanged(name, was, now):
     if was is None: return f'`trainer.{name}` is new'

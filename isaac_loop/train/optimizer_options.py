@@ -73,12 +73,23 @@ class BeforeSchedule:
         if wrapped and not self._own_step: vars(self.opt).pop('step', None)
 
 # %% ../../nbs/train/70_optimizer_options.ipynb #154cf215
+def has_closure(
+    args:tuple, # Of a step, as its hooks get them: the optimizer is the first
+    kwargs:dict, # Likewise
+)->bool:
+    "Whether a step is given a closure"
+    return kwargs.get('closure') is not None or (len(args) > 1 and args[1] is not None)
+
 class StepGuard:
     "Has a function called before each step of an optimizer, until it is closed; as a copy it is None"
     def __init__(self,
         opt, # PyTorch's
         ask, # A function without arguments, which may refuse the step
-    ): self._handle = opt.register_step_pre_hook(lambda *args: ask())
+        closures:bool=True, # Also before a step that is given one, and makes its gradients in it?
+    ):
+        def look(opt, args, kwargs):
+            if closures or not has_closure(args, kwargs): ask()
+        self._handle = opt.register_step_pre_hook(look)
 
     def close(self):
         "Ask no more"

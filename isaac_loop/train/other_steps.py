@@ -27,7 +27,7 @@ class OtherOptimizer:
         self._before = [] # Where each gradient was before a backward pass
         self._noted = {} # By number of the parameter: a gradient with losses of this window, and its version
         self._cleared = False # Was one of these cleared in the window?
-        self._guard = StepGuard(opt, self._look)
+        self._guard = StepGuard(opt, self._look, closures=False) # What these clear shows later
 
     def begin(self):
         "Before a backward pass note which gradients there are"
@@ -52,7 +52,10 @@ class OtherOptimizer:
 
     def _is_gathered(self, i):
         "Whether what was gathered is in it still"
-        return self._is_there(i) and self.params[i].grad._version - self._noted[i][1] <= 1
+        if not self._is_there(i): return False
+        grad = self.params[i].grad
+        n_changes = grad._version - self._noted[i][1]
+        return n_changes <= 1 and (n_changes < 1 or bool(grad.any())) # Zeros were cleared in place
 
     def _look(self):
         "Before a step"

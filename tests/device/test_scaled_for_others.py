@@ -224,6 +224,39 @@ def test_an_overflow_is_named_before_the_step_is_made():
     assert torch.equal(model[2].weight, seen[-1])
 
 
+class OwnLossCB(HeadCB):
+    "The head learns from a loss of its own, which nobody scales"
+
+    def __init__(self, closure):
+        super().__init__("after_batch")
+        self.closure = closure
+
+    def learn(self, trainer):
+        def closure():
+            trainer.opt_head.zero_grad()
+            loss = trainer.model[2](torch.ones(8, 6)).square().mean()
+            loss.backward()
+            return loss
+
+        if self.closure:
+            trainer.opt_head.step(closure)
+        else:
+            closure()
+            trainer.opt_head.step()
+
+
+class SmallCB(BasicTrainCB):
+    def get_loss(self, trainer):
+        trainer.loss = 1e-5 * F.mse_loss(trainer.preds, trainer.batch[1])
+
+
+@pytest.mark.parametrize("closure, scale", [(False, 2.0**10), (True, 2.0**10), (True, 2.0**120)])
+def test_who_clears_and_goes_backward_alone_is_left_in_peace(closure, scale):
+    "However small the loss of the others is, and also in the closure of a step"
+    told, _ = told_in(SmallCB(), OwnLossCB(closure), scale=scale)
+    assert [o for o in told if "in every one of" not in o] == []
+
+
 @pytest.mark.parametrize("first", [leave_out, by_scaler])
 def test_a_later_overflow_that_is_left_out_is_no_fault(first):
     assert told_in(HeadCB("after_backward", first), GrowsLateCB(), scale=2.0**10)[0] == []

@@ -1426,6 +1426,18 @@ def test_models_whose_mode_is_set_are_not():
             for part in trainer.model.values():
                 part.train(trainer.training)
 
+    class BetweenCB:
+        def before_epoch(self, trainer):
+            for part in [] if trainer.training else trainer.model.values():
+                part.eval()
+
+        def after_epoch(self, trainer):
+            for part in [] if trainer.training else trainer.model.values():
+                part.train()
+
+    assert not validations_of(of_dict, BetweenCB())
+    assert not validations_of(of_dict, layer=lambda n: nn.BatchNorm1d(n, track_running_stats=False))
+    assert not validations_of(of_dict, layer=lambda n: nn.Dropout(0.0))
     module = lambda **parts: nn.Sequential(*parts.values())
     assert not validations_of(module) and not validations_of(Told)
     assert not validations_of(of_dict, ModesCB())

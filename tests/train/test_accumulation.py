@@ -1093,3 +1093,57 @@ def test_a_run_goes_on_in_a_window_whose_first_backward_was_left_out(when, order
             cbs = MomentumTrainCB(), SkipCB(order)
             found = resumable(clearing(when), folder, *cbs, dies=at)
         assert torch.equal(found, whole)
+
+
+class Judged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gen, self.disc, self.aux = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+
+class JudgedCB(BasicTrainCB):
+    def predict(self, trainer):
+        trainer.preds = trainer.model.gen(trainer.batch[0])
+
+    def get_loss(self, trainer):
+        model = trainer.model
+        trainer.loss = F.softplus(-model.disc(trainer.preds) - model.aux(trainer.preds)).mean()
+
+
+class JudgeCB:
+    on_valid = False
+
+    def __init__(self, closure, to_none=True):
+        self.closure, self.to_none = closure, to_none
+
+    def before_fit(self, trainer):
+        model = trainer.model
+        self.opt = optim.Adam([*model.disc.parameters(), *model.aux.parameters()], 1e-3)
+
+    def after_batch(self, trainer):
+        def closure():
+            self.opt.zero_grad(set_to_none=self.to_none)
+            model, (real,) = trainer.model, trainer.batch
+            loss = (
+                F.softplus(-model.disc(real)).mean() + F.softplus(model.disc(trainer.preds.detach())).mean()
+            )
+            loss.backward()
+            return loss
+
+        if self.closure:
+            self.opt.step(closure)
+        else:
+            closure()
+            self.opt.step()
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_judge_may_clear_in_the_closure_of_its_step_and_leave_a_part_without_gradient(closure, to_none):
+    torch.manual_seed(0)
+    model, batches = Judged(), [(torch.randn(5, 4),) for _ in range(6)]
+    callbacks = [JudgedCB(), JudgeCB(closure, to_none), AccumulationCB(3)]
+    make = lambda params, lr: optim.SGD(model.gen.parameters(), lr)
+    trainer = Trainer(DataLoaders(batches), None, make, model, callbacks)
+    trainer.fit(1, lr=0.1, valid=False)
+    assert trainer.n_updates == 2
