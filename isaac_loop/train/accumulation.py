@@ -90,7 +90,9 @@ class AccumulationCB:
         if self._several and self._own: raise ValueError(_OWN_BATCH.format(cls=type(trainer).__name__))
         self._exchange = next(iter(offering(trainer, 'gathered')), None) if self._several else None
         refuse_closure(trainer, type(self).__name__, ', and each would need all the batches')
+        used = self._complete # Not if the last fit has cleared at its end, too
         self._forget()
+        self._complete = used
         self._params = partial(parameters_of, trainer)
         self._heard = self._own and self._has_gradients()
         n = trainer.updates_per_epoch

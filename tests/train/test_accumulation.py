@@ -1043,13 +1043,15 @@ def test_a_shorter_window_that_the_end_of_a_stream_closes_is_cleared_once():
         def __iter__(self):
             return iter(cut(make_data(), SIZES))
 
-    def trained(cls):
+    def trained(cls, fits=(2,)):
         cbs = [MomentumTrainCB(), AccumulationCB(2)]
         trainer = cls(DataLoaders(Stream()), F.mse_loss, optim.SGD, make_model(), cbs)
-        trainer.fit(2, lr=0.1, valid=False)
+        for k, n_epochs in enumerate(fits):
+            trainer.fit(n_epochs, lr=0.1, valid=False, keep_opt=k > 0)
         return weights(trainer)
 
     assert all(torch.equal(trained(clearing(when)), trained(Trainer)) for when in WHEN)
+    assert all(torch.equal(trained(clearing(when), (1, 1)), trained(Trainer)) for when in WHEN)
 
 
 def resumable(cls, folder, *callbacks, every=1, dies=None):
