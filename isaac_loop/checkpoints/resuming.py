@@ -96,10 +96,10 @@ class ResumingCB:
                 if state and type(epochs) is not range: put_callbacks(trainer, state, tell=False)
                 continue
             self._find_again(trainer, epoch)
-            walked = True
+            walked,self._has_handed = True,False
             yield epoch
             self._look_for_awaited(trainer)
-            _look_again(trainer, 'all', ('parts', 'hooks'))
+            if self._has_handed: _look_again(trainer, 'all', ('parts', 'hooks')) # They had an occasion
             self._batches,self._next = 0,epoch+1
             with _named(self, trainer): self._between_epochs(trainer)
         if state and not walked: put_mode(trainer, state) # No pass has set it
@@ -227,6 +227,7 @@ def _pass(self:ResumingCB, trainer, batches):
         if self._batches-handed != ahead and not told: told = _warn_of_order(self, trainer, handed)
         with _named(self, trainer): self._between_batches(trainer)
     if done and not handed: trainer.batch_num = done-1 # Nothing was left but the end of this pass
+    self._has_handed = handed > 0
     if handed: _look_again(trainer, 'read')
     self._last = self._walked = None
 

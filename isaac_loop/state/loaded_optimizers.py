@@ -117,8 +117,21 @@ def of_opts(
             there = {k: list(opts_in(k, own.get(k)).values()) for k in kept['state']}
             fit = {k for k,opts in there.items() if opts and _are_of(opts, kept['state'][k])}
             if fit: found[name] = dict(state={k: kept['state'][k] for k in fit}, settings={})
-            left += [path_of(name, k) for k in there.keys()-fit if k in own and _opt_states(kept['state'][k])]
+            told = {k for k in there.keys()-fit if k in own and _opt_states(kept['state'][k])}
+            back = {id(o) for k in fit for o in there[k]}
+            left += [path_of(name, k) for k in told if not _holds_only(own[k], back)]
     return found,left
+
+def _holds_only(x, known):
+    "Whether the optimizers that an object holds are all known, and there are some"
+    held = _opts_below(x)
+    return bool(held) and all(id(o) in known for o in held)
+
+def _opts_below(x, depth=3):
+    if opts_in('', x): return [*opts_in('', x).values()]
+    parts = [*(x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()),
+             *getattr(x, '__dict__', {}).values()]
+    return [o for part in parts for o in _opts_below(part, depth-1)] if depth else []
 
 def _opt_states(x):
     "What optimizers have told, in what was kept of a value"

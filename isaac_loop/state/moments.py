@@ -14,7 +14,7 @@ from ..loop.events import STEPS
 from .change_marks import is_installed
 
 # %% ../../nbs/state/28_moments.ipynb #431b07bf
-_PROGRESS = {'epoch','batch_num','n_updates'}
+_PROGRESS = {'epoch','n_updates'} # `batch_num` is the same in each epoch
 
 def _compares(steps, i):
     "Whether step `i` asks whether a number that tells how far a run has come is a certain one"

@@ -45,6 +45,21 @@ class ListCB(HeadCB):
             opt.step()
 
 
+class Stepper:
+    "Not for the callback alone"
+
+    def __init__(self, opt):
+        self.opt = opt
+
+
+class TwiceCB(HeadCB):
+    "Has it in an object as well, and deep in a dict"
+
+    def __init__(self, head):
+        super().__init__(head)
+        self.stepper, self.by_name = Stepper(self.opt), {"a": {"b": self.opt}}
+
+
 class AnewCB(HeadCB):
     "Makes one for each fit"
 
@@ -99,7 +114,7 @@ def saved(kind, folder):
     return trainer
 
 
-@pytest.mark.parametrize("kind", [HeadCB, ListCB, AnewCB])
+@pytest.mark.parametrize("kind", [HeadCB, ListCB, TwiceCB, AnewCB])
 def test_optimizers_that_callbacks_hold_go_on_after_a_load(kind, tmp_path):
     whole, other = saved(kind, tmp_path), make(kind)
     with warnings.catch_warnings():

@@ -393,3 +393,62 @@ def test_a_loss_that_cannot_go_on_is_named_when_it_is_saved(tmp_path, loss, then
     assert "cannot go on from what is saved. Give the trainer one loss" in first
     with pytest.raises(ResumeMismatch, match="the run began with this one, and has exchanged it"):
         fit(make(), 4, valid=False, callbacks=CheckpointCB(tmp_path, every=2))
+
+
+class NeededCB(StagesCB):
+    "Made when it is needed, in the first batch of a run and of one that goes on"
+
+    def before_batch(self, trainer):
+        if self.penalty is None:
+            self.penalty = size
+
+
+class FirstBatchCB(StagesCB):
+    "Another one in each epoch, from its first batch on"
+
+    def before_batch(self, trainer):
+        if trainer.batch_num == 0:
+            self.penalty = size if trainer.epoch % 2 else Penalty()
+
+
+class LayerCB:
+    on_valid = False
+
+    def before_batch(self, trainer):
+        if not isinstance(trainer.model[1], nn.Tanh):
+            trainer.model[1] = nn.Tanh()
+
+
+class HookOnceCB(LayerCB):
+    hook = None
+
+    def before_batch(self, trainer):
+        if self.hook is None:
+            self.hook = trainer.model[0].register_forward_hook(lambda layer, args, result: result * 0.9)
+
+
+@pytest.mark.parametrize("make", [NeededCB, LayerCB, HookOnceCB])
+def test_what_is_made_when_it_is_needed_is_no_loss_where_a_pass_has_no_batch_left(tmp_path, make):
+    "The checkpoint lies behind the last batch of an epoch: nobody had an occasion"
+    n_batches = len(small_trainer().dls.train)
+
+    def trainer():
+        torch.manual_seed(1)
+        return small_trainer(make(), model=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
+
+    def first():
+        with suppress(Cut):
+            cut = CutCB("after_epoch", lambda t: True)
+            fit(trainer(), 4, valid=False, callbacks=[CheckpointCB(tmp_path, every=n_batches), cut])
+
+    told_in(first)
+    ended = []
+    go_on = lambda: fit(trainer(), 4, valid=False, callbacks=CheckpointCB(tmp_path, every=n_batches))
+    assert told_in(lambda: ended.append(go_on())) == []
+    whole = fit(trainer(), 4, valid=False)
+    assert all(map(torch.equal, whole.model.parameters(), ended[0].model.parameters()))
+
+
+def test_what_is_set_in_the_first_batch_of_each_epoch_comes_again_with_the_next(tmp_path):
+    first, second, same = told_twice(tmp_path, lambda: small_trainer(FirstBatchCB()), every="epoch")
+    assert first == second == [] and same
