@@ -191,6 +191,7 @@ def warn_of_missing_steps(
 
 def _is_forgotten(trainer):
     "Whether a loop without steps is meant to train: loss and optimizer are there, and no code of the user's"
+    if trainer._side_runs or '_is_look' in vars(trainer): return False # It looks at a batch
     own = [o if isinstance(o, FunctionType) else type(o) for o in (trainer, *trainer.callbacks)]
     if len(own) == 1 or not all(str(o.__module__).startswith('isaac_loop.') for o in own): return False
     return vars(trainer).get('loss_func') is not None and trainer.opt_func is not None

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from isaac_loop.basics.tensors import is_part, map_tensors, part_like
+from isaac_loop.state.change_marks import attributes_of
 from isaac_loop.state.filled_objects import Filler, memory_of
 from isaac_loop.state.hosts import opts_in
 from isaac_loop.state.lost_words import path_of
@@ -118,7 +119,7 @@ def of_opts(
             fit = {k for k,opts in there.items() if opts and _are_of(opts, kept['state'][k])}
             if fit: found[name] = dict(state={k: kept['state'][k] for k in fit}, settings={})
             told = {k for k in there.keys()-fit if k in own and _opt_states(kept['state'][k])}
-            back = {id(o) for k in fit for o in there[k]}
+            back = {id(opt) for k in fit for opt in there[k]}
             left += [path_of(name, k) for k in told if not _holds_only(own[k], back)]
     return found,left
 
@@ -129,9 +130,10 @@ def _holds_only(x, known):
 
 def _opts_below(x, depth=3):
     if opts_in('', x): return [*opts_in('', x).values()]
-    parts = [*(x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()),
-             *getattr(x, '__dict__', {}).values()]
-    return [o for part in parts for o in _opts_below(part, depth-1)] if depth else []
+    kind = type(x) # Nobody is asked
+    parts = x.values() if issubclass(kind, dict) else x if issubclass(kind, (list, tuple)) else ()
+    parts = [*parts, *attributes_of(x).values()]
+    return [opt for part in parts for opt in _opts_below(part, depth-1)] if depth else []
 
 def _opt_states(x):
     "What optimizers have told, in what was kept of a value"

@@ -20,8 +20,10 @@ _HOLD = 'list','dict','set'
 
 def _kind_of(x):
     "What kind of value this is, in a word; an empty text for any other"
-    if is_numeric(x): return 'tensor'
-    return next((kind for kind,of in _KINDS.items() if isinstance(x, of)), '')
+    try: return 'tensor' if is_numeric(x) else _simple_kind(type(x))
+    except Exception: return '' # It fails when it is asked
+
+def _simple_kind(own): return next((kind for kind,of in _KINDS.items() if issubclass(own, of)), '')
 
 def kinds_in(
     own:dict, # Attributes of a callback that begins its first fit

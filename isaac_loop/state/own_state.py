@@ -231,8 +231,14 @@ def _called(self:OwnState, marker, name, own):
     "Names of what is called and has come in the course of a fit"
     ready = self.ready.get(name)
     if ready is None: return [] # It has come itself
-    return [k for k,x in own.items() if type(x) not in SIMPLE and is_outside(x) and id(x) not in marker.world
-            and self._has_come(name, k, part_of(ready, k), marker.mark(x))]
+    there = {k: x for k,x in own.items() if type(x) not in SIMPLE and id(x) not in marker.world}
+    return [k for k,x in there.items()
+            if _stands_outside(x) and self._has_come(name, k, part_of(ready, k), marker.mark(x))]
+
+def _stands_outside(x):
+    "As `is_outside`; what fails when it is asked is nothing that is called"
+    try: return is_outside(x)
+    except Exception: return False
 
 @patch
 def _has_come(self:OwnState, name, k, ready, now):
