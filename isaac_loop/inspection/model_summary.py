@@ -133,9 +133,14 @@ def summarize_model(
     return _table(*_rows_of(model, run), n_examples(batch))
 
 def _check_model(model):
-    if not isinstance(model, nn.Module): raise TypeError(_NO_LAYERS.format(kind=type(model).__name__))
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module): raise TypeError(_NO_LAYERS.format(kind=kind))
+    found = next((o for o in model.modules() if isinstance(o, torch.jit.ScriptModule)), None)
+    if found is not None: raise TypeError(_SCRIPTED.format(kind=type(found).__name__))
 
 _NO_LAYERS = 'The model is of class `{kind}`, which has no layers to list. A summary needs an `nn.Module`.'
+_SCRIPTED = ('The model is or holds a `{kind}`, and what TorchScript has compiled takes no hooks, by which a '
+             'summary sees what goes in and comes out. Summarise the model that it was made from.')
 _NO_INPUTS = ('`batch` is None, and without inputs the model cannot run, which is how shapes are found. Pass '
               'some such as `torch.randn(2, 3)`, a tuple of several, or `()` for a model that takes none.')
 

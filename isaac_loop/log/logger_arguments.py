@@ -53,7 +53,7 @@ class Attribute:
         return x
 
     def _refusal(self, x, name):
-        hint = did_you_mean(name, dir(x))
+        hint = did_you_mean(name, [o for o in dir(x) if not o.startswith('_')])
         return _NO_ATTRIBUTE.format(path=self.path, name=name, kind=type(x).__name__, hint=hint)
 
 def asked_values(

@@ -190,6 +190,10 @@ def test_what_cannot_be_summarised_says_why():
         summarize_model(lambda x: x, torch.zeros(1, 2))
     with pytest.raises(TypeError, match="`batch` is None, and without inputs"):
         summarize_model(nn.Linear(2, 3), None)
+    traced = torch.jit.trace(nn.Linear(2, 3), torch.zeros(1, 2))
+    for model in (traced, nn.Sequential(traced, nn.ReLU())):
+        with pytest.raises(TypeError, match="`TopLevelTracedModule`, and what TorchScript has compiled"):
+            summarize_model(model, torch.zeros(1, 2))
     trainer = Trainer(DataLoaders(iter(make_batches())), F.mse_loss, optim.SGD, make_model(), BasicTrainCB())
     with pytest.raises(ValueError, match="walked only once"):
         trainer.summarize_model()

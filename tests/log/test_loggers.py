@@ -907,6 +907,7 @@ def test_a_column_that_never_came_is_told_in_the_end():
             "asked for `model.biass`, and a `Linear` has no.*Did you mean `bias`",
         ),
         ("opt.lr", AttributeError, "a `SGD` has no `lr`. For anything else give a function"),
+        ("opt.optimizer_step_pre_hook", AttributeError, "Did you mean `register_step_pre_hook`"),
     ],
 )
 def test_a_value_that_is_no_number_or_not_there_is_an_error_at_the_first_step(values, kind, message):
