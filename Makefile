@@ -58,6 +58,7 @@ lint: $(READY)
 pages: $(READY)
 	$(BIN)/python tools/save_outputs.py
 	$(BIN)/python tools/list_callbacks.py
+	$(BIN)/python tools/write_stubs.py
 	$(BIN)/python tools/draw_loop.py
 	$(BIN)/python tools/coverage.py
 

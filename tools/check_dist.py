@@ -16,7 +16,8 @@ def check_wheel(path):
     with zipfile.ZipFile(path) as wheel:
         names = set(wheel.namelist())
         (metadata,) = (wheel.read(o).decode() for o in names if o.endswith("METADATA"))
-    missing = {"isaac_loop/py.typed", "isaac_loop/data/digits-train.parquet", "isaac_loop/all.py"} - names
+    wanted = "py.typed loop/trainer.pyi data/digits-train.parquet all.py"
+    missing = {f"isaac_loop/{name}" for name in wanted.split()} - names
     if missing:
         raise SystemExit(
             f"{path.name} lacks {', '.join(sorted(missing))}. See `package-data` in pyproject.toml."

@@ -6,7 +6,7 @@
 __all__ = ['DataLoaders', 'collate_rows', 'get_dataloaders']
 
 # %% ../../nbs/data/10_dataloaders.ipynb #4895b799
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from ..loop.methods_on_demand import bring_later
 class DataLoaders:
     "The loaders of a trainer, `train` and `valid`"
     split = None # Or a function of a batch, also as a method of a subclass
+    show_batch:Callable # For type checkers: it comes at its first use
     def __init__(self,
         train, # Whatever gives batches when iterated, once per epoch
         valid=None, # The same for validation, or None

@@ -6,7 +6,9 @@
 __all__ = ['with_cbs']
 
 # %% ../../nbs/loop/18_spans.ipynb #515db4e5
+from collections.abc import Callable
 from functools import wraps
+from typing import TypeVar
 
 from . import notes
 from .events import CancelException, SPANS, Span, STEPS, stops_at
@@ -51,10 +53,12 @@ def in_span(
 _NO_EXCEPTION = ('`with_cbs({name!r}, {exception!r})` is to end its span by an exception, and that is none. '
                  'Pass a class such as `CancelBatchException`, or one of your own.')
 
+_Method = TypeVar('_Method') # For type checkers: what is decorated stays what it is
+
 def with_cbs(
     name:str, # The events are `before_name`, `after_name` and `cleanup_name`
     exception:type, # Ends the span early when raised inside
-):
+)->Callable[[_Method], _Method]: # A decorator
     "Run a method between `before_name` and `after_name`, and always `cleanup_name` in the end"
     if not (isinstance(exception, type) and issubclass(exception, BaseException)):
         raise TypeError(_NO_EXCEPTION.format(name=name, exception=exception))

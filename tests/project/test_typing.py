@@ -1,5 +1,6 @@
 "Type checkers and editors know the public names, their arguments and their types."
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -14,6 +15,10 @@ MISTAKES = {
     "a name that is not there": "from isaac_loop.callbacks import EarlyStopingCB",
     "an argument that is not there": "from isaac_loop.callbacks import EMACB\nEMACB(decai=0.9)",
     "an argument that is missing": "from isaac_loop import Trainer\nTrainer()",
+    "an argument that a method brought later has not": "from isaac_loop import Trainer\n"
+    "def look(trainer: Trainer): trainer.check(batchs=3)",
+    "an argument that `fit` refuses": "from isaac_loop import Trainer\n"
+    "def look(trainer: Trainer): trainer.fit(calbacks=None)",
     "an attribute that is not there": "from isaac_loop import Table\nTable([]).to_markdwon()",
 }
 
@@ -48,6 +53,16 @@ def test_a_script_with_fifty_public_names_has_no_error(errors):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found(errors, name):
     assert errors[name]
+
+
+def test_what_is_known_of_the_trainer_is_what_it_has():
+    "Run `tools/write_stubs.py` after one of its methods has changed; editors show what each argument means"
+    spec = importlib.util.spec_from_file_location("write_stubs", ROOT / "tools" / "write_stubs.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = tool.STUB.read_text()
+    assert text == tool.stub()
+    assert "        callbacks: Callbacks for this fit only\n" in text and "batches: Also run so many" in text
 
 
 def test_the_package_says_that_it_has_types():

@@ -62,6 +62,11 @@ class OwnTrainer(Trainer):
         self.run_callbacks("predict", "get_loss")
 
 
+class PlainTrainer(Trainer):
+    def one_batch(self):
+        self.run_callbacks("predict", "get_loss")
+
+
 def data() -> DataLoaders:
     small = sample_dataset_dict(load_digits(), (100, 50))
     train, valid = get_dataloaders(small["train"], small["test"], 32)
@@ -109,6 +114,8 @@ def other(model: nn.Module) -> nn.Module:
         data(), F.cross_entropy, optim.SGD, model, [core, *extra, *more, *logs], momentum=0.8
     )
     trainer.fit(n_epochs=1, lr=0.1, train=True, valid=False)
+    trainer.dls.show_batch()
+    DataLoaders([]).show_batch()
     with Hooks(list(model.children()), print), Hook(model, print):
         model(torch.ones(1, 1, 8, 8))
     print(lsuv_init(model, nn.Linear(2, 2), torch.ones(2, 1, 8, 8)))

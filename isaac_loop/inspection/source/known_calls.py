@@ -55,7 +55,13 @@ FILLING = {'append', 'extend', 'add', 'update', 'insert', 'setdefault', 'appendl
 ANEW = {'plain', 'deepcopy'}
 COPIES = {'list', 'tuple', 'dict', 'set', 'zip', 'enumerate', 'reversed', 'sorted', 'filter', 'map', 'islice',
           'fromkeys'}
-LOOKING = {'isaac_loop.data.fingerprint', 'isaac_loop.checkpoints.standing', 'isaac_loop.state.change_marks'}
+LOOKING = {'isaac_loop.data.fingerprint', 'isaac_loop.checkpoints.standing', 'isaac_loop.state.change_marks',
+           'isaac_loop.basics.tensors.n_examples', 'isaac_loop.metrics.metric_state.Noted._marks_of'}
+
+def only_looks(f):
+    "Whether a function only looks at what it is given: one in `LOOKING`, or of a module there"
+    return f.__module__ in LOOKING or f'{f.__module__}.{f.__qualname__}' in LOOKING
+
 FACTS = {'shape', 'dtype', 'device', 'ndim', 'is_leaf', 'requires_grad', 'is_sparse', 'training', '__name__',
          '__class__', 'name', 'is_cuda', 'layout'}
 

@@ -11,7 +11,7 @@ from functools import partial
 from types import MethodType
 
 from ...basics.source_code import negated
-from .known_calls import ANEW, LOOKING, asked_by, gives_weights, is_optimizer
+from .known_calls import ANEW, asked_by, gives_weights, is_optimizer, only_looks
 from .method_source import function_node, function_of, place, to_follow
 from .method_source import without_wrappers
 from .read_branches import UNWORDED, switches_graphs_off
@@ -261,7 +261,7 @@ class Reader(Builtins):
         "What a call of the function `f` gives"
         f = without_wrappers(f)
         given = [*args, *named.values()]
-        if f.__module__ in LOOKING and not any(o.is_trainer for o in given): return NOTHING
+        if only_looks(f) and not any(o.is_trainer for o in given): return NOTHING
         key = f,*(o.paths for o in given),*(id(o.live) for o in given)
         if key in self.seen or len(self.stack) > 14: return self._once_more(key)
         self.seen[key] = NOTHING # In a recursion
