@@ -33,6 +33,8 @@ def kept(size):
     "What a loss weighs: a number, or a tensor of its own that is read at the end of the pass"
     return size.detach().clone() if torch.is_tensor(size) else size
 '''
+
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #f2dcb725
 _VALUES = '''
 def as_columns(name, value):
     "What a metric has computed, by column: one, or one for each entry of a dict"
@@ -43,6 +45,8 @@ def as_columns(name, value):
         value = value.item() if value.numel() == 1 else value.tolist()
     return {name: value}
 '''
+
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #888eecf9
 _MEAN_OF = '''
 class MeanOf:
     "The mean over all examples of a function of predictions and targets"
@@ -74,12 +78,36 @@ class MeanOf:
     def compute(self):
         return self.total / self.n if self.n else math.nan
 '''
+
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #1fdeedb7
 _OF_SEVERAL = _MEAN_OF.replace('''        n = len(targets[0])
 ''', '''        sizes = {len(x) for x in targets or [preds] if torch.is_tensor(x) and x.ndim}
         if len(sizes) != 1:
             raise ValueError(f'The batch has {sorted(sizes)} rows: count its examples by hand')
         n = sizes.pop()
 ''')
+
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #e65dfdb5
+_ROWS = ('the targets of a batch have {rows} rows, and how many examples `{name}` counts depends on the '
+         'predictions as well', 'Measure it by a metric with `update`, `compute` and `reset`')
+
+def has_one_target(
+    form, # Of a batch
+    name:str, # Of the metric
+)->bool:
+    "Whether the only target has a row for each example; refuses targets that leave their number open"
+    if form is None or form.parts is None: return False # Each batch will be looked at
+    targets = form.parts[len(form.inputs):]
+    tensors = [x for x in targets if torch.is_tensor(x) and x.ndim]
+    if len(targets) == 1 and (tensors or _is_flat(targets[0])): return True
+    said = {n_examples((x,)) for x in targets} - {None}
+    if not targets or (tensors and len(said) == 1): return False
+    rows = ' and '.join(map(str, sorted(said))) or 'no'
+    raise NotWritten(_ROWS[0].format(rows=rows, name=name), _ROWS[1])
+
+def _is_flat(x): return isinstance(x, SEQUENCES) and all(isinstance(o, (str, int, float)) for o in x)
+
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #bd1ee935
 _WITHOUT_GRAPH = '''
 def without_graph(x):
     "Predictions without their graph: a tensor, or what holds some"
@@ -102,31 +130,14 @@ def without_graph(x):
 '''
 _OF_WITHOUT_GRAPH = dict(Mapping=Mapping, dataclasses=dataclasses)
 
-_ROWS = ('the targets of a batch have {rows} rows, and how many examples `{name}` counts depends on the '
-         'predictions as well', 'Measure it by a metric with `update`, `compute` and `reset`')
-
-def has_one_target(
-    form, # Of a batch
-    name:str, # Of the metric
-)->bool:
-    "Whether the only target has a row for each example; refuses targets that leave their number open"
-    if form is None or form.parts is None: return False # Each batch will be looked at
-    targets = form.parts[len(form.inputs):]
-    tensors = [x for x in targets if torch.is_tensor(x) and x.ndim]
-    if len(targets) == 1 and (tensors or _is_flat(targets[0])): return True
-    said = {n_examples((x,)) for x in targets} - {None}
-    if not targets or (tensors and len(said) == 1): return False
-    rows = ' and '.join(map(str, sorted(said))) or 'no'
-    raise NotWritten(_ROWS[0].format(rows=rows, name=name), _ROWS[1])
-
-def _is_flat(x): return isinstance(x, SEQUENCES) and all(isinstance(o, (str, int, float)) for o in x)
-
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #b4e8365b
 def indented(
     text:str, # Python
 )->str:
     "The same in a block"
     return ''.join(f'    {line}\n' for line in text.splitlines())
 
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #1ccb836d
 _NO_CHOICE = 'Give it a metric without `MetricOn`'
 
 class Metrics(Lines):
@@ -258,6 +269,7 @@ class Watches(Lines):
         else: test = f'{gain} {">=" if or_equal else ">"} {min_delta!r}'
         return f'not math.isnan({value}) and ({best} is None or {test})'
 
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #44acfa5a
 class EarlyStopping(Watches):
     "A stop when there is no improvement"
     silent = 'after_fit','measured','cleanup_fit'
@@ -284,6 +296,7 @@ class EarlyStopping(Watches):
         if conditions: text = f'if {" and ".join(conditions)}:\n' + indented(text)
         return f'{now} = {value}\n{text}'
 
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #1453bd3c
 class KeepBest(Watches):
     "The best weights"
     silent = 'after_fit','measured'
@@ -305,6 +318,7 @@ class KeepBest(Watches):
         weights = self.name('best_weights')
         return f'if {weights} is not None:\n    model.load_state_dict({weights}, strict=False)'
 
+# %% ../../../nbs/inspection/plain_script/20_written_results.ipynb #b1d6e584
 class Limit(Lines):
     "A limit"
     silent = 'before_batch','cleanup_batch','cleanup_fit' # The first two count in several processes
