@@ -55,25 +55,28 @@ _SAME = ('loss_func opt lr n_epochs epoch batch_num preds loss n_updates updates
 _FIXED = ('model dls callbacks history epochs batches dl n_batches start_batch n_epochs stop_reason training '
           'exception plan').split()
 _NOT_HERE = 'callbacks plan experiment interrupted lr_finder start_batch dls opt_func batches'.split()
-_DO_WITHOUT = 'Do without it, or leave the callback out'
-_SETS = 'Pass another one to `train`, or write that part by hand'
-_WHOLE = 'it hands `{}` itself on, or asks what it has', 'Use its attributes one by one'
 _NEWS = "{k: v for k, v in row.items() if k not in ('fit', 'epoch')}"
-_EARLIER = ('it reads the history, which has rows of an earlier fit',
-            'Write the script of a trainer that has not been fitted')
-_NO_CLASS = 'it asks for its base class', 'Write out what is meant'
 _BETWEEN = 'after_epoch','cleanup_epoch','log','after_fit','cleanup_fit' # When no pass is under way
-_EXCHANGED = ('it sets `trainer.dls.{}` where a pass may be under way, which goes on with what it has',
-              'Set it in `log`')
 _OF_OPT = 'param_groups state defaults step zero_grad state_dict'.split() # They give it no parameters
 _WHOLE_GROUP = 'items values update setdefault'.split() # Parameters may be among it
 _MAKERS = nn.Parameter,Optimizer
-_PLAIN_SET = 'Keep what is set in a plain attribute'
 _PRIVATE = re.compile('_[^_].*?__') # Such as `_Mine__k`; `Trainer` has none
+
+# %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #d6ed3f29
+_DO_WITHOUT = 'Do without it, or leave the callback out'
+_SETS = 'Pass another one to `train`, or write that part by hand'
+_WHOLE = 'it hands `{}` itself on, or asks what it has', 'Use its attributes one by one'
+_EARLIER = ('it reads the history, which has rows of an earlier fit',
+            'Write the script of a trainer that has not been fitted')
+_NO_CLASS = 'it asks for its base class', 'Write out what is meant'
+_EXCHANGED = ('it sets `trainer.dls.{}` where a pass may be under way, which goes on with what it has',
+              'Set it in `log`')
+_PLAIN_SET = 'Keep what is set in a plain attribute'
 _CANCELLED = 'it asks how a span ended (`trainer.exception`)'
 
 def _no_such(name): return NotWritten(f'`{name}` has no counterpart in a plain loop', _DO_WITHOUT)
 
+# %% ../../../nbs/inspection/plain_script/12_plain_expressions.ipynb #37a08529
 class Inline(ast.NodeTransformer):
     "Rewrites the expressions of one method"
     def __init__(self,
