@@ -17,15 +17,6 @@ from isaac_loop.loop.events import CancelBatchException, CancelEpochException, C
 from isaac_loop.loop.events import CancelFitException, CancelStepException
 
 # %% ../../../nbs/inspection/plain_script/13_plain_statements.ipynb #f10dc8f4
-_SPAN = {CancelFitException: 'fit', CancelEpochException: 'epoch', CancelBatchException: 'batch',
-         CancelStepException: 'step'}
-_ONLY_CHECKS = 'check_monitored','check_name' # They refuse what cannot work, and do nothing else
-_WITH_ARGUMENTS = 'it runs callbacks with arguments of their own'
-_AROUND = 'it changes `{}`, a variable of the function around it', 'Keep it as an attribute of a callback'
-_NOT_KNOWN = 'which events it runs is not known beforehand'
-_IN_TEST = 'it calls `trainer.split` in the condition of a `while`', 'Call it within the loop'
-_LATER = 'it calls `trainer.split` in a `lambda`', 'Call it before, or write a function with a name'
-
 _IN_KEPT = copy.copy,MutableMapping,MutableSequence,MutableSet
 _KEPT = '''
 def kept(value):
@@ -40,6 +31,8 @@ def kept(value):
     is_open = isinstance(value, (MutableMapping, MutableSequence, MutableSet)) or is_array
     return copy(value) if is_open else value
 '''
+
+# %% ../../../nbs/inspection/plain_script/13_plain_statements.ipynb #f7f76f3a
 _MAKE_NUMBERS = 'float int bool str len round item tolist'.split()
 
 def _is_new(value):
@@ -48,6 +41,16 @@ def _is_new(value):
     makes_number = getattr(f, 'attr', getattr(f, 'id', None)) in _MAKE_NUMBERS
     kinds = ast.Constant,ast.BinOp,ast.UnaryOp,ast.Compare,ast.JoinedStr
     return makes_number or isinstance(value, kinds)
+
+# %% ../../../nbs/inspection/plain_script/13_plain_statements.ipynb #83dbd45c
+_SPAN = {CancelFitException: 'fit', CancelEpochException: 'epoch', CancelBatchException: 'batch',
+         CancelStepException: 'step'}
+_ONLY_CHECKS = 'check_monitored','check_name' # They refuse what cannot work, and do nothing else
+_WITH_ARGUMENTS = 'it runs callbacks with arguments of their own'
+_AROUND = 'it changes `{}`, a variable of the function around it', 'Keep it as an attribute of a callback'
+_NOT_KNOWN = 'which events it runs is not known beforehand'
+_IN_TEST = 'it calls `trainer.split` in the condition of a `while`', 'Call it within the loop'
+_LATER = 'it calls `trainer.split` in a `lambda`', 'Call it before, or write a function with a name'
 
 class InlineStatements(InlineCalls):
     "Rewrites the statements of one method"
