@@ -25,17 +25,19 @@ from isaac_loop.loop.events import callback_name
 from isaac_loop.loop.handlers import TrainersOwn
 
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #3df64826
-_OURS = __name__.partition('.')[0]
 _SHORT = 4 # So many statements are written in the place of a call
+
+def is_super(node):
+    "Whether something is a call of `super`"
+    return isinstance(node, ast.Call) and getattr(node.func, 'id', None) == 'super'
+
+# %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #a3f87255
+_OURS = __name__.partition('.')[0]
 
 _OF_TRAINER = ('it calls the `{}` of `Trainer`',
                "Write out what that does, as by `self.run_callbacks('predict', 'get_loss')`")
 _SUPER = ('it calls a method of a base class in a way that cannot be written',
           'Call it by `super().name(...)` in a method, or write out what it does')
-
-def is_super(node):
-    "Whether something is a call of `super`"
-    return isinstance(node, ast.Call) and getattr(node.func, 'id', None) == 'super'
 
 class InlineMethods(InlineStatements):
     "Writes other methods in the place of their calls"
@@ -101,26 +103,6 @@ class InlineMethods(InlineStatements):
     def helper(self, f, owner, trainer_at=None): return helper(self.w, f, owner, self.expand, trainer_at)
 
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #4d5eb986
-_ITS_NAME = 'the default `{}` is called as a variable of its', 'Give the argument another name'
-
-def statements_of(
-    writing:Writing, # The script
-    method:Method, # What is to be written
-    expand=None, # As for `Inline`
-)->list: # Statements
-    "What a method does, as statements of the script"
-    method = method.to_change()
-    inline = InlineMethods(writing, method, expand)
-    block = _defaults(inline, method) + _rewritten(inline, method.tree.body)
-    own = {inline.renamed.get(name, name) for name in inline.bound}
-    if _keeps_locals(block, own): block = _as_function(writing, method, block)
-    else:
-        try: block = without_exits(_without_results(block), lambda node: isinstance(node, ast.Return))
-        except NotFlat: block = _as_function(writing, method, block)
-    block = _in_contexts(inline, method, block)
-    _check_ways_out(block)
-    return block
-
 def _rewritten(inline, body):
     "Statements, rewritten and made simpler; what this kind of pass does not come to is left out"
     holder,training = ast.Module(body, []),inline.w.training
@@ -136,6 +118,9 @@ def _in_contexts(inline, method, block):
     for context in reversed(list(method.contexts())):
         block = [ast.With([ast.withitem(inline.visit(context))], block or [ast.Pass()])]
     return block
+
+# %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #0764842b
+_ITS_NAME = 'the default `{}` is called as a variable of its', 'Give the argument another name'
 
 def _check_defaults(inline, arguments):
     "Refuse a default that is called as a variable of the method"
@@ -161,6 +146,7 @@ def _default(writing, name, node, value):
     try: return expression(write(name, value))
     except NoSource: return name_of(writing.need(value, name))
 
+# %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #93cd14dd
 def _without_results(block):
     "A value that a method returns goes nowhere; what its computation does stays"
     does_nothing = cannot_fail if any(map(catches, within(block))) else is_pure
@@ -180,6 +166,7 @@ def _split_returns(block, does_nothing):
         found.append(node)
     return found
 
+# %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #57030e5f
 def _keeps_locals(block, own):
     "Whether a function defined in `block` speaks of local variables, which it would share with later calls"
     nodes = [inner for node in block for inner in ast.walk(node)]
@@ -196,6 +183,7 @@ def _used_up(node):
     f = getattr(node, 'func', None)
     return node.args if f and getattr(f, 'attr', getattr(f, 'id', None)) in _USES_UP else []
 
+# %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #39ad7d89
 _NO_IF = ('it leaves a part of the loop from a place that no `if` can stand for',
           'Raise the cancel outside of loops and functions')
 
@@ -208,6 +196,7 @@ def _as_function(writing, method, block):
     define = ast.FunctionDef(name, nothing, block or [ast.Pass()], [], lineno=0)
     return [define, ast.Expr(ast.Call(name_of(name), [], []))]
 
+# %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #f5766ba1
 _OWN_LOOP = ('it leaves a part of the loop from within a loop or a `try` of its own',
              'Remember there that it is to be left, and raise the cancel afterwards')
 
@@ -217,6 +206,25 @@ def _check_ways_out(block):
         loop = isinstance(node, (ast.For, ast.While)) and leaves(node.body, 'epoch', 'batch', 'step')
         caught = isinstance(node, ast.Try) and node.handlers
         if loop or caught and leaves(node.body, 'fit', 'epoch', 'batch', 'step'): raise NotWritten(*_OWN_LOOP)
+
+# %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #d512de0f
+def statements_of(
+    writing:Writing, # The script
+    method:Method, # What is to be written
+    expand=None, # As for `Inline`
+)->list: # Statements
+    "What a method does, as statements of the script"
+    method = method.to_change()
+    inline = InlineMethods(writing, method, expand)
+    block = _defaults(inline, method) + _rewritten(inline, method.tree.body)
+    own = {inline.renamed.get(name, name) for name in inline.bound}
+    if _keeps_locals(block, own): block = _as_function(writing, method, block)
+    else:
+        try: block = without_exits(_without_results(block), lambda node: isinstance(node, ast.Return))
+        except NotFlat: block = _as_function(writing, method, block)
+    block = _in_contexts(inline, method, block)
+    _check_ways_out(block)
+    return block
 
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #e69fcb01
 _IN_HELPER = '`{}`, a function that it calls, leaves a part of the loop'
