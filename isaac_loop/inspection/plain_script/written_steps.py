@@ -64,9 +64,6 @@ class Lines:
 _OURS = __name__.partition('.')[0]
 
 # %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #cf2a586a
-_CLOSURE = ('`{}` evaluates the loss several times for one step',
-            'Use another optimizer, or write `opt.step(closure)` by hand')
-
 def opt_class(
     trainer, # Has an `opt_func`, and perhaps an `opt` that it has made
 )->type: # None if that cannot be known
@@ -87,6 +84,7 @@ def closing_class(
     kinds = [opt_class(trainer)] if opt_class(trainer) else made or mentioned(_maker(trainer), Optimizer)
     return kinds[0] if kinds and all(map(needs_closure, kinds)) else None
 
+# %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #bc3caac0
 _PARAMETERS = '''
 def parameters_of(model, opt):
     "All parameters of a model and of an optimizer, each once"
@@ -106,6 +104,10 @@ def parameters(
     "All parameters that are trained: a function or a callback may give the optimizer further ones"
     if has_those_of_model(w): return 'model.parameters()'
     return f'{w.definition("parameters_of", _PARAMETERS)}(model, opt)'
+
+# %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #3819c357
+_CLOSURE = ('`{}` evaluates the loss several times for one step',
+            'Use another optimizer, or write `opt.step(closure)` by hand')
 
 class BasicTrain(Lines):
     "The five steps of plain training"
@@ -127,6 +129,7 @@ class MomentumTrain(BasicTrain):
             if p.grad is not None:
                 p.grad *= {self.cb.momentum!r}'''
 
+# %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #78d4f5c6
 class NBatch(Lines):
     "Passes of a few batches"
     def before_fit(self):
@@ -146,13 +149,6 @@ class OneBatch(Lines):
     def after_batch(self): return 'raise CancelFitException'
 
 # %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #463bf0f1
-_IS_TENSOR = 'its `weigh` gives a tensor', 'Let `weigh` return a number'
-_BESIDE = ('`{}` may train parameters that are not in `trainer.opt`, and the trainer divides theirs, too',
-           'Give them to the optimizer in `before_fit`, by `trainer.opt.add_param_group`')
-
-_NO_BACKWARD = ('it counts batches at the event `backward`, which `{}.one_batch` never runs',
-                "Run it there, as by `self.run_callbacks('backward')`")
-
 def trains_beside(
     w:Writing, # The script
 )->list: # Names of callbacks, or of the class of the trainer
@@ -171,6 +167,13 @@ def _has_use(owner):
                  for f in vars(cls).values() if hasattr(f, '__code__')]
     return optimizers or any('grad' in f.__code__.co_names for f in functions)
 
+# %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #02c5b1a4
+_IS_TENSOR = 'its `weigh` gives a tensor', 'Let `weigh` return a number'
+_BESIDE = ('`{}` may train parameters that are not in `trainer.opt`, and the trainer divides theirs, too',
+           'Give them to the optimizer in `before_fit`, by `trainer.opt.add_param_group`')
+
+_NO_BACKWARD = ('it counts batches at the event `backward`, which `{}.one_batch` never runs',
+                "Run it there, as by `self.run_callbacks('backward')`")
 
 class Accumulation(Lines):
     "Several batches to one update"
