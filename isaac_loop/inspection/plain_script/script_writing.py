@@ -39,18 +39,19 @@ _REFUSED = ('`{who}` cannot be written as plain PyTorch: {why}. {mend}; '
 CORE = ('train model train_dl valid_dl loss_func opt_func n_epochs lr opt epoch batch_num batch preds loss '
         'history row stop over n_updates updates_per_epoch left_early torch math time').split()
 
-_SOMETIMES = ('`swap` has something else done there on a condition',
-              'Undo the swap, and ask for the condition in a callback of your own')
-_WHOSE = ('`swap` has replaced all that is done there',
-          "Name the method that is replaced, as in `trainer.swap('MyCB.before_step', ...)`")
-_PART = '`swap` has replaced a part of `{}`', 'Undo the swap, or write a callback of your own'
-
 def arguments_of(
     trainer, # Any
 )->dict: # By their names at the trainer
     "What a script is given of a trainer"
     loaders = {f'dls.{name}': getattr(trainer.dls, name, None) for name in ('train', 'valid')}
     return loaders | {name: getattr(trainer, name, None) for name in ('model', 'loss_func', 'opt_func')}
+
+# %% ../../../nbs/inspection/plain_script/09_script_writing.ipynb #e6f71238
+_SOMETIMES = ('`swap` has something else done there on a condition',
+              'Undo the swap, and ask for the condition in a callback of your own')
+_WHOSE = ('`swap` has replaced all that is done there',
+          "Name the method that is replaced, as in `trainer.swap('MyCB.before_step', ...)`")
+_PART = '`swap` has replaced a part of `{}`', 'Undo the swap, or write a callback of your own'
 
 _HOLDS = 'it holds the callback `{}`', 'Ask for what is needed as an attribute of `trainer.{}`'
 
@@ -168,6 +169,7 @@ class Writing:
 # %% ../../../nbs/inspection/plain_script/09_script_writing.ipynb #a4172d7a
 from fastcore.basics import patch
 
+# %% ../../../nbs/inspection/plain_script/09_script_writing.ipynb #f5bb9714
 def snake(
     name:str, # Of a class, say
 )->str:
@@ -187,6 +189,7 @@ def new_name(self:Writing,
     self.note('name', name)
     return name
 
+# %% ../../../nbs/inspection/plain_script/09_script_writing.ipynb #2b3a50b0
 _COMPUTED = ('its `{}` is computed when somebody asks for it',
              'Compute it in the method of an event, into an attribute of `self`')
 
@@ -214,6 +217,7 @@ def _gives_any(kind):
 
 def _computed(attribute): return NotWritten(_COMPUTED[0].format(attribute), _COMPUTED[1])
 
+# %% ../../../nbs/inspection/plain_script/09_script_writing.ipynb #1db694dd
 @patch
 def variable(self:Writing,
     owner, # The callback, or the trainer
@@ -246,6 +250,7 @@ def value(self:Writing,
     if mutable and not callable(value): self._held[id(value)] = name,value
     return text
 
+# %% ../../../nbs/inspection/plain_script/09_script_writing.ipynb #9f2abf44
 @patch
 def need(self:Writing,
     value, # Has no source
@@ -304,6 +309,7 @@ def rows(self:Writing)->str:
     if rows is None: raise NotWritten('the batch holds no tensor with rows to count')
     return rows
 
+# %% ../../../nbs/inspection/plain_script/09_script_writing.ipynb #74765654
 @patch
 def stop(self:Writing,
     reason:str=None, # An expression
