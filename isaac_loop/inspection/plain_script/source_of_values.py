@@ -26,6 +26,7 @@ _BRACKETS = {list: '[{}]', tuple: '({})', set: '{{{}}}', frozenset: 'frozenset([
 
 _STANDING = 'torch','math','time' # Names that every script keeps for these modules
 
+# %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #2d41e002
 class Sources:
     "What a script imports and defines beside its loop"
     def __init__(self,
@@ -109,6 +110,7 @@ class Sources:
 # %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #e7d9ca26
 from fastcore.basics import patch
 
+# %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #9a66f9b7
 @patch
 def _define(self:Sources, name, f):
     "Write the source of a function or a class"
@@ -143,6 +145,7 @@ def _known(self:Sources, name, f):
     except (LookupError, ValueError): return None
     return found if isinstance(found, type) else None
 
+# %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #ee6f9f99
 @patch
 def _with_outside(self:Sources, tree, f, name):
     "The source, when all that `f` needs has been brought"
@@ -160,23 +163,7 @@ def _with_outside(self:Sources, tree, f, name):
     for nodes,at,text in defaults: nodes[at] = ast.parse(text, mode='eval').body
     return ast.unparse(tree) if not isinstance(tree, ast.Lambda) else f'({ast.unparse(tree)})'
 
-@patch
-def _take_defaults(self:Sources, tree, f, name):
-    "Write defaults as what they are now: the list of each, its place there, and its text for later"
-    functions = [o for o in ast.walk(tree) if isinstance(o, (ast.FunctionDef, ast.Lambda))]
-    for inner in functions:
-        inside = {id(o) for o in ast.walk(inner)}
-        known = bound_by([o for o in ast.walk(tree) if id(o) not in inside])
-        if inner is tree or not _called_within(inner, known): continue
-        raise NoSource(f'`{name}` has a default called as a variable of its own')
-    if tree not in functions: return []
-    held = {id(node): (name, value) for name,node,value in defaults_of(tree, written_function(f))}
-    places = [(nodes, i) for nodes in (tree.args.defaults, tree.args.kw_defaults) for i in range(len(nodes))]
-    places = [(nodes, i) for nodes,i in places if id(nodes[i]) in held and not is_literal(nodes[i])]
-    found = [(nodes, i, self.default(*reversed(held[id(nodes[i])]))) for nodes,i in places]
-    for nodes,i in places: nodes[i] = ast.Constant(None) # So that names in it are not looked for
-    return found
-
+# %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #b03ef1c5
 def is_literal(
     node:ast.expr, # Any expression
 )->bool:
@@ -200,6 +187,24 @@ def _called_within(function, known=frozenset()):
     return [o for o in defaults if loaded_names(o) & bound_names(function) - known]
 
 @patch
+def _take_defaults(self:Sources, tree, f, name):
+    "Write defaults as what they are now: the list of each, its place there, and its text for later"
+    functions = [o for o in ast.walk(tree) if isinstance(o, (ast.FunctionDef, ast.Lambda))]
+    for inner in functions:
+        inside = {id(o) for o in ast.walk(inner)}
+        known = bound_by([o for o in ast.walk(tree) if id(o) not in inside])
+        if inner is tree or not _called_within(inner, known): continue
+        raise NoSource(f'`{name}` has a default called as a variable of its own')
+    if tree not in functions: return []
+    held = {id(node): (name, value) for name,node,value in defaults_of(tree, written_function(f))}
+    places = [(nodes, i) for nodes in (tree.args.defaults, tree.args.kw_defaults) for i in range(len(nodes))]
+    places = [(nodes, i) for nodes,i in places if id(nodes[i]) in held and not is_literal(nodes[i])]
+    found = [(nodes, i, self.default(*reversed(held[id(nodes[i])]))) for nodes,i in places]
+    for nodes,i in places: nodes[i] = ast.Constant(None) # So that names in it are not looked for
+    return found
+
+# %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #635526c5
+@patch
 def function(self:Sources,
     f, # A function or a lambda
     wish:str, # What to call it if it has no name of its own
@@ -215,21 +220,22 @@ def function(self:Sources,
     return self._remember(name, f, lambda name: ast.unparse(ast.fix_missing_locations(define)))
 
 # %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #b5dc0ed6
-@patch
-def metric(self:Sources,
-    value, # A metric, which is reset before it is used
-)->str: # An expression; a `NoSource` if there is none
-    "The call that makes a metric like `value` after a reset"
-    return self._made_anew(value, _fresh(value))
+def _alike(a, b):
+    "Whether two values are the same as far as one can see"
+    if type(a) is not type(b): return False
+    if torch.is_tensor(a): return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
+    if isinstance(a, dict): return a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(_alike, a, b))
+    if callable(a) or not _shows_all(a): return a is b or bool(a == b)
+    return _alike(vars(a), vars(b))
 
-@patch
-def _made_anew(self:Sources, value, wanted=None):
-    "The call that makes an object like `value`, or like the one that is `wanted`"
+def _shows_all(value):
+    "Whether all that an object holds lies in its attributes; a generator of random numbers has more"
     kind = type(value)
-    arguments = _arguments(value, value if wanted is None else wanted)
-    if arguments is None: raise NoSource(f'an object of class `{kind.__name__}` has no source')
-    return self._call(kind.__name__, kind, [], arguments)
+    usual = all(getattr(kind, name) is getattr(object, name) for name in ('__reduce__', '__reduce_ex__'))
+    return usual and hasattr(value, '__dict__')
 
+# %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #29059031
 def _arguments(value, wanted):
     "The arguments that differ from their defaults, if what they make is like `value`; otherwise None"
     kind = type(value)
@@ -246,15 +252,25 @@ def _arguments(value, wanted):
         return given if _makes(kind, given, wanted) else None
     except Exception: return None # A class that cannot be made so
 
-def _shows_all(value):
-    "Whether all that an object holds lies in its attributes; a generator of random numbers has more"
-    kind = type(value)
-    usual = all(getattr(kind, name) is getattr(object, name) for name in ('__reduce__', '__reduce_ex__'))
-    return usual and hasattr(value, '__dict__')
-
 def _makes(kind, given, wanted):
     try: return _alike(kind(**given), wanted)
     except (TypeError, ValueError): return False
+
+# %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #3d8cf374
+@patch
+def metric(self:Sources,
+    value, # A metric, which is reset before it is used
+)->str: # An expression; a `NoSource` if there is none
+    "The call that makes a metric like `value` after a reset"
+    return self._made_anew(value, _fresh(value))
+
+@patch
+def _made_anew(self:Sources, value, wanted=None):
+    "The call that makes an object like `value`, or like the one that is `wanted`"
+    kind = type(value)
+    arguments = _arguments(value, value if wanted is None else wanted)
+    if arguments is None: raise NoSource(f'an object of class `{kind.__name__}` has no source')
+    return self._call(kind.__name__, kind, [], arguments)
 
 def _fresh(value):
     "A copy, reset if it can be"
@@ -263,12 +279,3 @@ def _fresh(value):
         if hasattr(fresh, 'reset'): fresh.reset()
         return fresh
     except Exception: return value # One that no copy is made of
-
-def _alike(a, b):
-    "Whether two values are the same as far as one can see"
-    if type(a) is not type(b): return False
-    if torch.is_tensor(a): return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
-    if isinstance(a, dict): return a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(_alike, a, b))
-    if callable(a) or not _shows_all(a): return a is b or bool(a == b)
-    return _alike(vars(a), vars(b))
