@@ -19,35 +19,6 @@ from isaac_loop.data.ways import is_users_module, names_in, package_of
 from isaac_loop.inspection.plain_script.script_names import is_installed
 
 # %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #480452b5
-# Written as they are, or known by a name
-_ATOMS = (bool, int, float, complex, str, bytes, range, slice, type(None), type(...), torch.dtype,
-          torch.device, torch.Tensor, enum.Enum, ModuleType, FunctionType, type)
-_PASSED_ON = tuple,frozenset,partial,MethodType,BuiltinFunctionType # They do not change themselves
-_LISTED = list,tuple,set,frozenset,deque
-_MANY = 10_000 # Nobody looks at more
-
-def reached(
-    value, # Anything
-    closed=(), # Identities of what is not looked into
-    code:bool=False, # Look into functions and classes as well?
-)->dict: # By identity
-    "What changes, and can be reached from `value`: containers, and objects with attributes"
-    found,seen,todo = {},set(),[value]
-    for x in todo: # What is near comes first
-        if len(seen) >= _MANY or len(todo) > 10*_MANY: break
-        is_code = code and is_own_code(x)
-        on_tensor = _on_tensor(x) if isinstance(x, torch.Tensor) else ()
-        is_atom = isinstance(x, _ATOMS) and not (is_code or on_tensor)
-        if is_atom or id(x) in seen: continue
-        seen.add(id(x))
-        todo += on_tensor
-        if on_tensor: continue
-        if type(x) not in _PASSED_ON: found[id(x)] = x
-        if id(x) in closed: continue
-        todo += _inside_code(x) if is_code else _inside(x)
-        if code: todo.append(type(x))
-    return found
-
 def is_own_code(
     x, # Anything
 )->bool:
@@ -59,6 +30,7 @@ def is_own_code(
 
 _OURS = is_installed.__module__.partition('.')[0]
 
+# %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #990d33c3
 def _inside_code(f):
     "What a function reads that is not its own, or what a class holds"
     if isinstance(f, type):
@@ -77,6 +49,10 @@ def content_of(cell):
     "What a variable around a function holds; None if it is not set yet"
     try: return cell.cell_contents
     except ValueError: return None
+
+# %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #23f3b901
+_LISTED = list,tuple,set,frozenset,deque
+_MANY = 10_000 # Nobody looks at more
 
 def _inside(x):
     "What an object leads to at once"
@@ -108,12 +84,41 @@ def _held_in(slot, x):
     try: return slot.__get__(x)
     except AttributeError: return None # Not set
 
+# %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #747589fc
 _TENSOR_HOOKS = '_backward_hooks','_post_accumulate_grad_hooks'
 
 def _on_tensor(x):
     "What hangs on a tensor beside its numbers: hooks and attributes"
     hooks = [getattr(x, name, None) or {} for name in _TENSOR_HOOKS]
     return [*_attributes(x).values(), *(hook for some in hooks for hook in some.values())]
+
+# %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #606de58c
+# Written as they are, or known by a name
+_ATOMS = (bool, int, float, complex, str, bytes, range, slice, type(None), type(...), torch.dtype,
+          torch.device, torch.Tensor, enum.Enum, ModuleType, FunctionType, type)
+_PASSED_ON = tuple,frozenset,partial,MethodType,BuiltinFunctionType # They do not change themselves
+
+def reached(
+    value, # Anything
+    closed=(), # Identities of what is not looked into
+    code:bool=False, # Look into functions and classes as well?
+)->dict: # By identity
+    "What changes, and can be reached from `value`: containers, and objects with attributes"
+    found,seen,todo = {},set(),[value]
+    for x in todo: # What is near comes first
+        if len(seen) >= _MANY or len(todo) > 10*_MANY: break
+        is_code = code and is_own_code(x)
+        on_tensor = _on_tensor(x) if isinstance(x, torch.Tensor) else ()
+        is_atom = isinstance(x, _ATOMS) and not (is_code or on_tensor)
+        if is_atom or id(x) in seen: continue
+        seen.add(id(x))
+        todo += on_tensor
+        if on_tensor: continue
+        if type(x) not in _PASSED_ON: found[id(x)] = x
+        if id(x) in closed: continue
+        todo += _inside_code(x) if is_code else _inside(x)
+        if code: todo.append(type(x))
+    return found
 
 # %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #1d809bca
 def repeated(
