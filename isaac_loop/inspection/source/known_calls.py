@@ -112,6 +112,7 @@ DEEDS = ('backwards', 'clips', 'unscales', 'moves', 'averages', 'keeps graph', '
          'sets gradients', 'evaluates', 'trains', 'steps', 'schedules', 'zeroes', 'updates', 'computes',
          'makes', 'holds') # The last seven with a name
 
+# %% ../../../nbs/inspection/source/20_known_calls.ipynb #63122803
 def _is_device(node):
     "Whether an argument in the source speaks of a device"
     text = ast.unparse(node)
@@ -121,6 +122,18 @@ def _moves(name, node):
     if name in ('to_device', 'cuda'): return True
     return name == 'to' and any(_is_device(o) for o in (*node.args, *(k.value for k in node.keywords)))
 
+# %% ../../../nbs/inspection/source/20_known_calls.ipynb #df35aa1d
+_DRAWING = {'rand', 'randn', 'randint', 'randperm', 'rand_like', 'randn_like', 'randint_like', 'normal_',
+            'uniform_', 'bernoulli_', 'random_'}
+_DRAWING_IN_MODULES = {'random', 'uniform', 'choice', 'choices', 'shuffle', 'sample', 'gauss', 'normal',
+                       'bernoulli', 'multinomial', 'beta', 'permutation', 'standard_normal', 'randrange'}
+
+def _draws(name, owner):
+    "Whether a call draws random numbers"
+    module = getattr(owner.live, '__name__', '') if isinstance(owner.live, ModuleType) else ''
+    return name in _DRAWING or name in _DRAWING_IN_MODULES and module in ('random', 'numpy.random', 'torch')
+
+# %% ../../../nbs/inspection/source/20_known_calls.ipynb #843a9df1
 _ALL_GRADIENTS = (('model', 'parameters', 'grad'), ('model', 'named_parameters', 'grad'),
                   ('opt', 'param_groups', 'params', 'grad'))
 
@@ -132,16 +145,14 @@ def of_gradients(
     is_all = any(path[:len(known)] == known for known in _ALL_GRADIENTS)
     return 'zeroes gradients' if empty and is_all else 'sets gradients'
 
-_DRAWING = {'rand', 'randn', 'randint', 'randperm', 'rand_like', 'randn_like', 'randint_like', 'normal_',
-            'uniform_', 'bernoulli_', 'random_'}
-_DRAWING_IN_MODULES = {'random', 'uniform', 'choice', 'choices', 'shuffle', 'sample', 'gauss', 'normal',
-                       'bernoulli', 'multinomial', 'beta', 'permutation', 'standard_normal', 'randrange'}
+def _on_gradients(name, owner):
+    "What a method does to all gradients"
+    whole = [path[0] for path in owner.paths if len(path) == 1 and (is_optimizer(path) or path[0] == 'model')]
+    if name == 'zero_grad': return [f'zeroes {what}' for what in whole]
+    if name == 'zero_': return [of_gradients(path, True) for path in owner.paths if 'grad' in path]
+    return ['sets gradients'] if name == 'copy_' and any('grad' in path for path in owner.paths) else []
 
-def _draws(name, owner):
-    "Whether a call draws random numbers"
-    module = getattr(owner.live, '__name__', '') if isinstance(owner.live, ModuleType) else ''
-    return name in _DRAWING or name in _DRAWING_IN_MODULES and module in ('random', 'numpy.random', 'torch')
-
+# %% ../../../nbs/inspection/source/20_known_calls.ipynb #193dece6
 _AVERAGING = {'lerp_', 'add_', 'sub_', 'mul_', '_foreach_lerp_', '_foreach_add_', '_foreach_mul_'}
 
 _GIVE_WEIGHTS = {'parameters', 'state_dict', 'named_parameters'}
@@ -150,20 +161,22 @@ def gives_weights(name, owner):
     "Whether a call gives the weights of a model that is not the trainer's, or averages into one"
     return name in (*_GIVE_WEIGHTS, 'modules', 'update_parameters') and not owner.paths
 
-def asked_by(
-    name:str, # Of a function or a method that is called
-    node, # The call in the source
-)->set: # Names, such as those of `self.teacher(x)` and `self.teacher.encode(x)`
-    "What a call may ask for an answer: what is called, and what it is a method of"
-    if name in PARTS or name in _MODULES or ends_in_place(name): return set()
-    return {name, getattr(getattr(node.func, 'value', None), 'attr', name)}
-
 def of_weights(
     paths, # Of a value
 )->bool:
     "Whether some of the weights of a model are among them, and not their gradients alone"
     return any(_GIVE_WEIGHTS & set(path) for path in paths if 'grad' not in path)
 
+def _averages(name, owner, given, node):
+    "Whether something that does not belong to the trainer takes in the weights of the model"
+    if name == 'update_parameters': return True # Of torch's `AveragedModel`
+    if not given: return False
+    is_method = isinstance(node.func, ast.Attribute) and not isinstance(owner.live, ModuleType)
+    into,*sources = (owner, *given) if is_method else given
+    weights = any(of_weights(value.paths) for value in sources)
+    return name in _AVERAGING and not into.paths and weights
+
+# %% ../../../nbs/inspection/source/20_known_calls.ipynb #640eda25
 def held_in(
     paths, # Of a value that somebody keeps
 )->list: # Such as 'model.state_dict()'; empty if it is something else, or a copy
@@ -176,15 +189,31 @@ def _held(path):
     if 'state_dict' in path and (path[0] == 'model' or is_optimizer(path)): return f'{path[0]}.state_dict()'
     return 'model.parameters()' if path[:1] == ('model',) and of_weights([path]) else ''
 
-def _averages(name, owner, given, node):
-    "Whether something that does not belong to the trainer takes in the weights of the model"
-    if name == 'update_parameters': return True # Of torch's `AveragedModel`
-    if not given: return False
-    is_method = isinstance(node.func, ast.Attribute) and not isinstance(owner.live, ModuleType)
-    into,*sources = (owner, *given) if is_method else given
-    weights = any(of_weights(value.paths) for value in sources)
-    return name in _AVERAGING and not into.paths and weights
+# %% ../../../nbs/inspection/source/20_known_calls.ipynb #702c4609
+def asked_by(
+    name:str, # Of a function or a method that is called
+    node, # The call in the source
+)->set: # Names, such as those of `self.teacher(x)` and `self.teacher.encode(x)`
+    "What a call may ask for an answer: what is called, and what it is a method of"
+    if name in PARTS or name in _MODULES or ends_in_place(name): return set()
+    return {name, getattr(getattr(node.func, 'value', None), 'attr', name)}
 
+# %% ../../../nbs/inspection/source/20_known_calls.ipynb #8ac70d8b
+def _modes(name, owner, node):
+    "Whether the whole model is put into evaluation, or some of it into training"
+    if name not in ('eval', 'train') or not any(path[:1] == ('model',) for path in owner.paths): return []
+    given = [getattr(o, 'value', None) for o in (*node.args, *(k.value for k in node.keywords))]
+    ends = name == 'eval' or given == [False]
+    if not ends: return ['trains']
+    is_whole = ('model',) in owner.paths and hasattr(owner.live, 'eval') # Of an entry nothing is there yet
+    return ['evaluates'] if is_whole else []
+
+def _is_schedule(owner, node):
+    "Whether something that is stepped was made with an optimizer, or is called a schedule"
+    if not isinstance(node.func, ast.Attribute): return False
+    return any('made' in path for path in owner.paths) or 'sched' in ast.unparse(node.func.value).lower()
+
+# %% ../../../nbs/inspection/source/20_known_calls.ipynb #01bf19d4
 _ALONE = {'backward', 'unscale_', 'to', 'to_device', 'cuda', 'step', 'update_parameters'}
 
 @lru_cache(4096)
@@ -211,24 +240,3 @@ def deeds(
     if name == 'step' and not opts and _is_schedule(owner, node):
         named.append(f'schedules {ast.unparse(node.func.value)}')
     return [deed for deed,is_so in found.items() if is_so] + named
-
-def _is_schedule(owner, node):
-    "Whether something that is stepped was made with an optimizer, or is called a schedule"
-    if not isinstance(node.func, ast.Attribute): return False
-    return any('made' in path for path in owner.paths) or 'sched' in ast.unparse(node.func.value).lower()
-
-def _modes(name, owner, node):
-    "Whether the whole model is put into evaluation, or some of it into training"
-    if name not in ('eval', 'train') or not any(path[:1] == ('model',) for path in owner.paths): return []
-    given = [getattr(o, 'value', None) for o in (*node.args, *(k.value for k in node.keywords))]
-    ends = name == 'eval' or given == [False]
-    if not ends: return ['trains']
-    is_whole = ('model',) in owner.paths and hasattr(owner.live, 'eval') # Of an entry nothing is there yet
-    return ['evaluates'] if is_whole else []
-
-def _on_gradients(name, owner):
-    "What a method does to all gradients"
-    whole = [path[0] for path in owner.paths if len(path) == 1 and (is_optimizer(path) or path[0] == 'model')]
-    if name == 'zero_grad': return [f'zeroes {what}' for what in whole]
-    if name == 'zero_': return [of_gradients(path, True) for path in owner.paths if 'grad' in path]
-    return ['sets gradients'] if name == 'copy_' and any('grad' in path for path in owner.paths) else []
