@@ -124,12 +124,14 @@ _NAMES = {'cross_entropy', 'nll_loss', 'kl_div', 'ctc_loss', 'binary_cross_entro
 _OF_LOSSES = {getattr(F, name): inspect.signature(getattr(F, name)) for name in _NAMES}
 OF_CLASSES = 'cross_entropy','nll_loss'
 
+# %% ../../../nbs/inspection/seen_run/12_seen_losses.ipynb #6c17179f
 def beyond(y, made):
     "The share of targets that lie outside of what a sigmoid or a tanh can give"
     ends = dict(SigmoidBackward0=(-0.01, 1.01), TanhBackward0=(-1.01, 1.01)).get(made)
     if ends is None or not y.is_floating_point(): return 0.
     return float(((y < ends[0]) | (y > ends[1])).double().mean())
 
+# %% ../../../nbs/inspection/seen_run/12_seen_losses.ipynb #f0b0f5e3
 class LossCall:
     "One call of a loss function"
     def __init__(self,
@@ -177,6 +179,7 @@ class LossCall:
             self.padding = max((counted_padding(y, o, ignored, weight) for o in batch.padding), default=0)
         self.weight,self.counts = weight,classes_in(y, weight, ignored)
 
+# %% ../../../nbs/inspection/seen_run/12_seen_losses.ipynb #9b1e1756
 class MeanOfClasses:
     "What a mean over classes was divided by"
     def __init__(self,
@@ -196,6 +199,7 @@ def divides_by_targets(name, given):
     "Whether a loss function divides by the weights of targets"
     return name in OF_CLASSES and given['reduction'] == 'mean' and not given['target'].is_floating_point()
 
+# %% ../../../nbs/inspection/seen_run/12_seen_losses.ipynb #2f4f24f6
 class LossCalls:
     "Looks at each call of a loss function; at most of them only where the input wants a gradient"
     name = 'losses'
