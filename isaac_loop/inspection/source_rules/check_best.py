@@ -14,14 +14,6 @@ from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #bc6bbd2d
-_WRONG_WAY = ('{who} keeps the {kind} of `{value}` ({line}), and of {what} the {other} is best. Turn the '
-              'comparison round, and what `{best}` begins with.')
-_NEVER = ('{who} asks `{test}` ({line}), and `{best}` begins with {begin}, so that is never true. Let it '
-          "begin with `float('{needed}')`.")
-_ALWAYS = ('{who} asks `{test}` ({line}), and `{best}` stays what it is at first, {begin}, so that is '
-           'always true. Set `{best} = {value}` there.')
-_TOO_EARLY = ('{who} sets `{best}` ({line}) before it asks `{test}`, so that is never true. Ask first.')
-
 class _Asked:
     "`value < best` in a method, with what belongs to it"
     def __init__(self, entry, test, value, best, is_less, body):
@@ -43,6 +35,7 @@ def _asked(entry, tree):
 
 def _is_own(node): return isinstance(node, ast.Attribute) and ast.unparse(node.value) == 'self'
 
+# %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #f1d41dbc
 def _sets(nodes, name):
     "Values that an attribute is set to"
     for node in [item for part in nodes for item in ast.walk(part) if isinstance(item, ast.Assign)]:
@@ -63,20 +56,10 @@ def _number(node):
     except ValueError: return None
     return value if type(value) in (int, float) else None
 
+# %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #083f4a51
 _LESS_IS_BEST = 'loss', 'error', 'perplexity', 'ppl', 'mse', 'rmse', 'mae', 'nll', 'wer', 'cer', 'fid'
 _MORE_IS_BEST = ('accuracy', 'acc', 'f1', 'auc', 'precision', 'recall', 'hit', 'hits', 'ndcg', 'mrr', 'bleu',
                  'rouge', 'r2', 'iou', 'dice', 'psnr', 'ssim', 'top1', 'top5')
-
-def _meaning(asked, tree):
-    return _is_less_best(asked.value, tree)
-
-def _is_less_best(value, tree):
-    "Whether less is best of a value, by its name or that of its column; None if nobody can tell"
-    name = ast.unparse(value)
-    nodes = [value, *_sets([tree], name)]
-    words = set().union(*map(_words, nodes))
-    less,more = (any(o in words for o in known) for known in (_LESS_IS_BEST, _MORE_IS_BEST))
-    return None if less == more or any(map(_is_turned, nodes)) else less
 
 _COUNTS = {'n', 'count', 'counts', 'len', 'num', 'numel', 'size', 'total'}
 
@@ -102,6 +85,19 @@ def _is_count(total, count):
     "Whether a sum is divided by how many there are, as in `hits/(hits+misses)`"
     return ast.unparse(total) in ast.unparse(count) or bool(_words(count) & _COUNTS)
 
+# %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #207fa985
+def _meaning(asked, tree):
+    return _is_less_best(asked.value, tree)
+
+def _is_less_best(value, tree):
+    "Whether less is best of a value, by its name or that of its column; None if nobody can tell"
+    name = ast.unparse(value)
+    nodes = [value, *_sets([tree], name)]
+    words = set().union(*map(_words, nodes))
+    less,more = (any(o in words for o in known) for known in (_LESS_IS_BEST, _MORE_IS_BEST))
+    return None if less == more or any(map(_is_turned, nodes)) else less
+
+# %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #d83aa385
 _LARGEST = {'max', 'maximum', 'largest', 'biggest', 'greatest', 'highest', 'peak', 'worst', 'hardest'}
 _SMALLEST = {'min', 'minimum', 'smallest', 'least', 'lowest', 'worst', 'hardest'}
 
@@ -109,6 +105,43 @@ def _is_meant(asked):
     "Whether the attribute is named for the largest or smallest value that it keeps, and not for the best"
     words = set(asked.best.attr.lower().split('_'))
     return 'best' not in words and bool(words & (_SMALLEST if asked.is_less else _LARGEST))
+
+# %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #09f6ed66
+_ALWAYS = ('{who} asks `{test}` ({line}), and `{best}` stays what it is at first, {begin}, so that is '
+           'always true. Set `{best} = {value}` there.')
+
+def _of_class(callback, name):
+    "What the class of a callback says of an attribute, or None"
+    return next((vars(kind)[name] for kind in type(callback).__mro__ if name in vars(kind)), None)
+
+def _held_first(callback, name):
+    "What an attribute is before a method sets it, as the object says or its class"
+    own = getattr(callback, '__dict__', {})
+    return own[name] if name in own else _of_class(callback, name)
+
+def _without_setting(scene, every, begin, asked, told):
+    "A comparison with infinity that nobody replaces"
+    name = asked.best.attr
+    is_true = begin == (math.inf if asked.is_less else -math.inf)
+    fixed = all(_number(o) is not None for o in every)
+    if not is_true or not fixed or not (every or _stays(scene, asked.entry, name)): return ''
+    return _ALWAYS.format(begin=begin, **told)
+
+def _stays(scene, entry, name):
+    "Whether a best value that only a class gives is set by nobody; another name may be of a limit"
+    nodes = [item for tree in methods_of(scene, entry) for item in ast.walk(tree)]
+    by_name = any(getattr(o, 'id', '') in ('setattr', 'vars') for o in nodes)
+    changed = any(isinstance(o, ast.Attribute) and o.attr == name and isinstance(o.ctx, ast.Store)
+                  for o in nodes)
+    is_of_class = _of_class(entry.callback, name) is not None
+    return is_of_class and 'best' in name.split('_') and not by_name and not changed
+
+# %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #baa9ff0e
+_WRONG_WAY = ('{who} keeps the {kind} of `{value}` ({line}), and of {what} the {other} is best. Turn the '
+              'comparison round, and what `{best}` begins with.')
+_NEVER = ('{who} asks `{test}` ({line}), and `{best}` begins with {begin}, so that is never true. Let it '
+          "begin with `float('{needed}')`.")
+_TOO_EARLY = ('{who} sets `{best}` ({line}) before it asks `{test}`, so that is never true. Ask first.')
 
 def wrong_comparisons(scene):
     "Best values that are the worst, or are never or always found"
@@ -143,32 +176,6 @@ def _of_asked(scene, asked, tree):
     kinds = ('smallest', 'largest') if asked.is_less else ('largest', 'smallest')
     of_what = 'losses and errors' if less else 'such scores'
     return _WRONG_WAY.format(kind=kinds[0], other=kinds[1], what=of_what, **told)
-
-def _of_class(callback, name):
-    "What the class of a callback says of an attribute, or None"
-    return next((vars(kind)[name] for kind in type(callback).__mro__ if name in vars(kind)), None)
-
-def _held_first(callback, name):
-    "What an attribute is before a method sets it, as the object says or its class"
-    own = getattr(callback, '__dict__', {})
-    return own[name] if name in own else _of_class(callback, name)
-
-def _without_setting(scene, every, begin, asked, told):
-    "A comparison with infinity that nobody replaces"
-    name = asked.best.attr
-    is_true = begin == (math.inf if asked.is_less else -math.inf)
-    fixed = all(_number(o) is not None for o in every)
-    if not is_true or not fixed or not (every or _stays(scene, asked.entry, name)): return ''
-    return _ALWAYS.format(begin=begin, **told)
-
-def _stays(scene, entry, name):
-    "Whether a best value that only a class gives is set by nobody; another name may be of a limit"
-    nodes = [item for tree in methods_of(scene, entry) for item in ast.walk(tree)]
-    by_name = any(getattr(o, 'id', '') in ('setattr', 'vars') for o in nodes)
-    changed = any(isinstance(o, ast.Attribute) and o.attr == name and isinstance(o.ctx, ast.Store)
-                  for o in nodes)
-    is_of_class = _of_class(entry.callback, name) is not None
-    return is_of_class and 'best' in name.split('_') and not by_name and not changed
 
 # %% ../../../nbs/inspection/source_rules/68_check_best.ipynb #d15a2a4f
 _IMPATIENT = ('{who} counts in `{count}` ({line}) what got no better, and nothing sets it back to 0 where '
