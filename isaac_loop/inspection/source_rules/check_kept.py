@@ -14,14 +14,41 @@ from .check_rules import of_same, said, taken_from, users_own
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #229e89d5
-_ALIAS = ('{who} keeps `trainer.{what}` as `{name}` ({line}), and that holds the tensors themselves, so '
-          'every later step changes what was kept. Keep `copy.deepcopy(trainer.{copied})`, or '
-          '`detach().clone()` of each.')
+def _puts_others_in(tree):
+    "Whether a method puts other tensors behind the weights, so that those which were kept stay as they are"
+    sets = [target for item in ast.walk(tree) if isinstance(item, ast.Assign) for target in item.targets]
+    assigns = [o for o in ast.walk(tree) if isinstance(o, ast.keyword) and o.arg == 'assign']
+    return bool(assigns) or any(getattr(target, 'attr', '') == 'data' for target in sets)
+
+def _loads(tree, name):
+    "Whether a method loads what is kept as `name`"
+    calls = [o for o in ast.walk(tree) if isinstance(o, ast.Call)]
+    loads = [o for o in calls if getattr(o.func, 'attr', '') == 'load_state_dict']
+    return any(ast.unparse(part) == name for item in loads for arg in item.args for part in ast.walk(arg))
+
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #cb3695dd
 _OF_OLD = {'best', 'old', 'prev', 'previous', 'init', 'initial', 'backup', 'snapshot', 'snapshots', 'ema',
            'averaged', 'frozen', 'teacher'}
 _OF_STATE = _OF_OLD | {'last', 'start', 'saved', 'original', 'orig', 'before', 'checkpoint', 'average',
                        'mean'}
 _WHEN_OVER = 'after_step','after_batch','after_epoch','cleanup_epoch','log','after_fit'
+
+def _means_copy(scene, entry, name, what):
+    "Whether something that is kept was to stay what it was"
+    trees = methods_of(scene, entry)
+    if any(map(_puts_others_in, trees)): return False
+    freezes = any('requires_grad_' in o.found.calls for o in of_same(scene, entry))
+    if freezes and not what.endswith('.state_dict()'): return False
+    words = {*re.split('[_.0-9]', name.lower())}
+    if not what.endswith('.state_dict()'):
+        return not _OF_OLD.isdisjoint(words) and 'model' not in entry.found.writes
+    if not _OF_STATE.isdisjoint(words) or any(_loads(tree, name) for tree in trees): return True
+    return entry.event in _WHEN_OVER and 'save' not in entry.found.calls
+
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #75faa7cf
+_ALIAS = ('{who} keeps `trainer.{what}` as `{name}` ({line}), and that holds the tensors themselves, so '
+          'every later step changes what was kept. Keep `copy.deepcopy(trainer.{copied})`, or '
+          '`detach().clone()` of each.')
 
 def kept_aliases(scene):
     "Weights that are kept without copying them"
@@ -42,34 +69,58 @@ def _is_in_library(line):
     "Whether a place, as findings tell it, is in a file of this library"
     return (Path(inspect.getfile(Finding)).parents[1]/line.partition(':')[0]).is_file()
 
-def _means_copy(scene, entry, name, what):
-    "Whether something that is kept was to stay what it was"
-    trees = methods_of(scene, entry)
-    if any(map(_puts_others_in, trees)): return False
-    freezes = any('requires_grad_' in o.found.calls for o in of_same(scene, entry))
-    if freezes and not what.endswith('.state_dict()'): return False
-    words = {*re.split('[_.0-9]', name.lower())}
-    if not what.endswith('.state_dict()'):
-        return not _OF_OLD.isdisjoint(words) and 'model' not in entry.found.writes
-    if not _OF_STATE.isdisjoint(words) or any(_loads(tree, name) for tree in trees): return True
-    return entry.event in _WHEN_OVER and 'save' not in entry.found.calls
-
-def _puts_others_in(tree):
-    "Whether a method puts other tensors behind the weights, so that those which were kept stay as they are"
-    sets = [target for item in ast.walk(tree) if isinstance(item, ast.Assign) for target in item.targets]
-    assigns = [o for o in ast.walk(tree) if isinstance(o, ast.keyword) and o.arg == 'assign']
-    return bool(assigns) or any(getattr(target, 'attr', '') == 'data' for target in sets)
-
-def _loads(tree, name):
-    "Whether a method loads what is kept as `name`"
-    calls = [o for o in ast.walk(tree) if isinstance(o, ast.Call)]
-    loads = [o for o in calls if getattr(o.func, 'attr', '') == 'load_state_dict']
-    return any(ast.unparse(part) == name for item in loads for arg in item.args for part in ast.walk(arg))
-
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #9c0f36cd
+_AS_NUMBER = {'item', 'float', 'double', 'cpu', 'detach', 'clamp', 'tolist'}
+
+def _bare(node):
+    "A number without what reads it, as in `self.right.item()`, `float(self.right)`, `max(self.n, 1)`"
+    while isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _AS_NUMBER: node = node.func.value
+        elif getattr(node.func, 'id', '') in ('float', 'int', 'max') and node.args: node = node.args[0]
+        else: break
+    return node
+
+def _quotients(tree):
+    "Divisions of one attribute by another"
+    nodes = [o for o in ast.walk(tree) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Div)]
+    pairs = [ast.copy_location(ast.BinOp(_bare(o.left), o.op, _bare(o.right)), o) for o in nodes]
+    return [o for o in pairs if isinstance(o.left, ast.Attribute) and isinstance(o.right, ast.Attribute)]
+
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #8cbd6197
+def trees_at(entries, events):
+    trees = [method_of(o)[0] for o in entries if o.event in events]
+    return [tree for tree in trees if tree is not None]
+
+def _grows(entries, name):
+    "Whether an attribute gets something more with each batch"
+    nodes = [item for tree in trees_at(entries, OF_BATCH) for item in ast.walk(tree)]
+    return any(ast.unparse(o.target) == name for o in nodes if isinstance(o, ast.AugAssign)) or any(
+        _goes_on(o, name) for o in nodes if isinstance(o, ast.Assign))
+
+def _goes_on(node, name):
+    "Whether a line is like `self.total = self.total + ...`"
+    is_it = name in map(ast.unparse, node.targets) and isinstance(node.value, ast.BinOp)
+    return is_it and name in (ast.unparse(node.value.left), ast.unparse(node.value.right))
+
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #c6634c3e
+_OF_FIT = 'before_fit','after_fit','cleanup_fit'
+
+def _set_anew(entries, name):
+    "Whether an attribute is set elsewhere than at the beginning of a fit, by itself or with all others"
+    others = [o for o in entries if o.event not in _OF_FIT]
+    return any(f'makes {name}' in o.found.does and not _only_grows(o, name) for o in others)
+
+def _only_grows(entry, name):
+    tree,_ = method_of(entry)
+    if tree is None: return False
+    sets = [ast.unparse(part) for item in ast.walk(tree)
+            if isinstance(item, ast.Assign) and not _goes_on(item, name)
+            for target in item.targets for part in ast.walk(target)]
+    return name not in sets and entry.event in OF_BATCH
+
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #e230478e
 _MIXED = ('{who} divides `{sum}` by `{count}` ({line}), and {which} begin{s} anew only with a fit, so the '
           'numbers of several passes are mixed. Set {it} to 0 in `before_epoch`.')
-_OF_FIT = 'before_fit','after_fit','cleanup_fit'
 
 def mixed_means(scene):
     "Means whose sum or count goes on from epoch to epoch"
@@ -90,76 +141,17 @@ def mixed_means(scene):
             found.append(Finding('mixed_mean', text, [entry.callback]))
     return found
 
-def _quotients(tree):
-    "Divisions of one attribute by another"
-    nodes = [o for o in ast.walk(tree) if isinstance(o, ast.BinOp) and isinstance(o.op, ast.Div)]
-    pairs = [ast.copy_location(ast.BinOp(_bare(o.left), o.op, _bare(o.right)), o) for o in nodes]
-    return [o for o in pairs if isinstance(o.left, ast.Attribute) and isinstance(o.right, ast.Attribute)]
-
-_AS_NUMBER = {'item', 'float', 'double', 'cpu', 'detach', 'clamp', 'tolist'}
-
-def _bare(node):
-    "A number without what reads it, as in `self.right.item()`, `float(self.right)`, `max(self.n, 1)`"
-    while isinstance(node, ast.Call):
-        if isinstance(node.func, ast.Attribute) and node.func.attr in _AS_NUMBER: node = node.func.value
-        elif getattr(node.func, 'id', '') in ('float', 'int', 'max') and node.args: node = node.args[0]
-        else: break
-    return node
-
-def trees_at(entries, events):
-    trees = [method_of(o)[0] for o in entries if o.event in events]
-    return [tree for tree in trees if tree is not None]
-
-def _grows(entries, name):
-    "Whether an attribute gets something more with each batch"
-    nodes = [item for tree in trees_at(entries, OF_BATCH) for item in ast.walk(tree)]
-    return any(ast.unparse(o.target) == name for o in nodes if isinstance(o, ast.AugAssign)) or any(
-        _goes_on(o, name) for o in nodes if isinstance(o, ast.Assign))
-
-def _goes_on(node, name):
-    "Whether a line is like `self.total = self.total + ...`"
-    is_it = name in map(ast.unparse, node.targets) and isinstance(node.value, ast.BinOp)
-    return is_it and name in (ast.unparse(node.value.left), ast.unparse(node.value.right))
-
-def _set_anew(entries, name):
-    "Whether an attribute is set elsewhere than at the beginning of a fit, by itself or with all others"
-    others = [o for o in entries if o.event not in _OF_FIT]
-    return any(f'makes {name}' in o.found.does and not _only_grows(o, name) for o in others)
-
-def _only_grows(entry, name):
-    tree,_ = method_of(entry)
-    if tree is None: return False
-    sets = [ast.unparse(part) for item in ast.walk(tree)
-            if isinstance(item, ast.Assign) and not _goes_on(item, name)
-            for target in item.targets for part in ast.walk(target)]
-    return name not in sets and entry.event in OF_BATCH
-
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #8df7b893
-_OF_MEANS = ('{who} adds up means of batches in `{sum}` ({line}) and divides by their number, so an example '
-             'of the last, shorter batch counts for more than the others. Add `len(trainer.batch[0])` times '
-             'each mean, and count examples.')
+def _last_is_shorter(dl):
+    "Whether a loader is known to give a last batch of fewer rows"
+    if isinstance(dl, (list, tuple)):
+        sizes = {len(o[0]) for o in dl if isinstance(o, (list, tuple)) and hasattr(o[0], '__len__')}
+        return len(sizes) > 1
+    size = getattr(dl, 'batch_size', None)
+    try: return bool(size and not dl.drop_last and len(dl.dataset) > size and len(dl.dataset) % size)
+    except (AttributeError, TypeError): return False
 
-_NO_MEAN = ('{who} takes the mean of `{sum}` over batches ({line}), and what is put in there is no mean over '
-            'examples, so of all rows together it is another number. Keep the predictions and targets of all '
-            'batches, or the sums that it is made of, and compute it once, from these.')
-
-def means_of_means(scene):
-    "Means over batches of different sizes, in which every batch counts as much, and of what is no mean"
-    loaders = [getattr(scene.trainer.dls, name, None) for name in ('train', 'valid')]
-    is_uneven,found = any(map(_last_is_shorter, loaders)),[]
-    for entry in scene.entries:
-        tree,_ = method_of(entry)
-        if tree is None or entry.event not in ENDS or not users_own(entry): continue
-        batches,trees = trees_at(of_same(scene, entry), OF_BATCH),methods_of(scene, entry)
-        for node,name,added in [*_counted_sums(tree, batches), *_means_of_lists(tree, batches)]:
-            if all(_is_of_weights(o, batches, trees) for o in added): continue
-            if _is_window(entry, name, trees): continue
-            text = _NO_MEAN if all(map(is_no_mean, added)) else _OF_MEANS
-            if text is _OF_MEANS and not (is_uneven and all(map(is_mean, added))): continue
-            text = text.format(who=said(entry), sum=name, line=line_in(entry, node))
-            found.append(Finding('mean_of_means', text, [entry.callback]))
-    return found
-
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #b2bdcc6b
 def _counted_sums(tree, batches):
     "Sums that are divided by the number of batches, with their names and what is added"
     for node in _quotients(tree):
@@ -167,6 +159,14 @@ def _counted_sums(tree, batches):
         added,counted = (added_to(batches, name) for name in (total, count))
         if added and all(map(_is_one, counted)): yield node,total,added
 
+def added_to(trees, name):
+    "What is added to an attribute with each batch"
+    nodes = [item for tree in trees for item in ast.walk(tree) if isinstance(item, ast.AugAssign)]
+    return [o.value for o in nodes if ast.unparse(o.target) == name and isinstance(o.op, ast.Add)]
+
+def _is_one(node): return isinstance(node, ast.Constant) and node.value == 1
+
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #f5cc49fd
 def _means_of_lists(tree, batches):
     "Means over lists, with the names of the lists and what is put into them"
     for node,name in filter(None, map(_mean_of_list, ast.walk(tree))):
@@ -196,6 +196,15 @@ def _appended(trees, name):
     appends = [o for o in nodes if getattr(o.func, 'attr', '') == 'append' and o.args]
     return [o.args[0] for o in appends if ast.unparse(o.func.value) == name]
 
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #82af1ee5
+def is_mean(node):
+    "Whether an expression is the loss of a batch, or another mean over it"
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr == 'mean': return True
+        if node.func.attr not in ('item', 'detach', 'cpu', 'double', 'float', 'clone'): return False
+        node = node.func.value
+    return isinstance(node, ast.Attribute) and node.attr == 'loss'
+
 _NO_MEANS = {'f1', 'precision', 'recall', 'auc', 'auroc', 'auprc', 'ap', 'iou', 'jaccard', 'dice', 'r2',
              'corr', 'correlation', 'corrcoef', 'pearson', 'spearman', 'pearsonr', 'spearmanr', 'kappa',
              'mcc', 'matthews', 'perplexity', 'ppl', 'rmse', 'sqrt', 'exp', 'bleu'}
@@ -207,6 +216,7 @@ def is_no_mean(node):
     words = [{*name.lower().split('_')} for name in names]
     return not is_mean(node) and any(o & _NO_MEANS and 'loss' not in o for o in words)
 
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #a86fc7a6
 def _values_of(name, tree):
     "What a name or an attribute gets in a method, also as an entry, or from a loop"
     found = []
@@ -239,6 +249,7 @@ def _made_of(node, tree, trees):
             todo += [value for each in around for value in _values_of(name, each)]
     return parts
 
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #39e6eabc
 def _is_window(entry, name, trees):
     "Whether an attribute is a `deque` that keeps the newest of what was put in there, as somebody has meant"
     held = getattr(entry.callback, name.removeprefix('self.'), None)
@@ -262,29 +273,31 @@ def _is_of_weights(node, batches, trees):
     return any(o.attr in _OF_WEIGHTS and not ast.unparse(o).endswith('autograd.grad')
                or o.attr in ('weight', 'bias') and ast.unparse(o).startswith(weights) for o in read)
 
-def _last_is_shorter(dl):
-    "Whether a loader is known to give a last batch of fewer rows"
-    if isinstance(dl, (list, tuple)):
-        sizes = {len(o[0]) for o in dl if isinstance(o, (list, tuple)) and hasattr(o[0], '__len__')}
-        return len(sizes) > 1
-    size = getattr(dl, 'batch_size', None)
-    try: return bool(size and not dl.drop_last and len(dl.dataset) > size and len(dl.dataset) % size)
-    except (AttributeError, TypeError): return False
+# %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #23ca947e
+_OF_MEANS = ('{who} adds up means of batches in `{sum}` ({line}) and divides by their number, so an example '
+             'of the last, shorter batch counts for more than the others. Add `len(trainer.batch[0])` times '
+             'each mean, and count examples.')
 
-def added_to(trees, name):
-    "What is added to an attribute with each batch"
-    nodes = [item for tree in trees for item in ast.walk(tree) if isinstance(item, ast.AugAssign)]
-    return [o.value for o in nodes if ast.unparse(o.target) == name and isinstance(o.op, ast.Add)]
+_NO_MEAN = ('{who} takes the mean of `{sum}` over batches ({line}), and what is put in there is no mean over '
+            'examples, so of all rows together it is another number. Keep the predictions and targets of all '
+            'batches, or the sums that it is made of, and compute it once, from these.')
 
-def _is_one(node): return isinstance(node, ast.Constant) and node.value == 1
-
-def is_mean(node):
-    "Whether an expression is the loss of a batch, or another mean over it"
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr == 'mean': return True
-        if node.func.attr not in ('item', 'detach', 'cpu', 'double', 'float', 'clone'): return False
-        node = node.func.value
-    return isinstance(node, ast.Attribute) and node.attr == 'loss'
+def means_of_means(scene):
+    "Means over batches of different sizes, in which every batch counts as much, and of what is no mean"
+    loaders = [getattr(scene.trainer.dls, name, None) for name in ('train', 'valid')]
+    is_uneven,found = any(map(_last_is_shorter, loaders)),[]
+    for entry in scene.entries:
+        tree,_ = method_of(entry)
+        if tree is None or entry.event not in ENDS or not users_own(entry): continue
+        batches,trees = trees_at(of_same(scene, entry), OF_BATCH),methods_of(scene, entry)
+        for node,name,added in [*_counted_sums(tree, batches), *_means_of_lists(tree, batches)]:
+            if all(_is_of_weights(o, batches, trees) for o in added): continue
+            if _is_window(entry, name, trees): continue
+            text = _NO_MEAN if all(map(is_no_mean, added)) else _OF_MEANS
+            if text is _OF_MEANS and not (is_uneven and all(map(is_mean, added))): continue
+            text = text.format(who=said(entry), sum=name, line=line_in(entry, node))
+            found.append(Finding('mean_of_means', text, [entry.callback]))
+    return found
 
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #552b2016
 _MIXED_LIST = ('{who} takes the mean of `{name}` ({line}), and that list begins anew only with a fit, so the '
