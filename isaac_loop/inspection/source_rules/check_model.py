@@ -25,17 +25,17 @@ from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #a4b61b83
-_TWICE = ('{where} ends with a {what}, and the loss function `{loss}` takes it once more, so the loss '
-          'stays large and the gradients small. Let it give the numbers before the {what}.')
 _LOSSES = ((F.cross_entropy, nn.CrossEntropyLoss, 'softmax'),
            (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, 'sigmoid'))
-_LAYERS = {'softmax': nn.Softmax, 'sigmoid': nn.Sigmoid, 'linear': nn.Linear}
 
 def taken_by(loss_func):
     "What a loss function takes itself, with its name"
     while isinstance(loss_func, partial): loss_func = loss_func.func
     return next(((what, cls.__name__ if isinstance(loss_func, cls) else f.__name__) for f,cls,what in _LOSSES
                  if loss_func is f or isinstance(loss_func, cls)), ('', ''))
+
+# %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #4ec9a0c6
+_LAYERS = {'softmax': nn.Softmax, 'sigmoid': nn.Sigmoid, 'linear': nn.Linear}
 
 def ends_with(module, what):
     "Whether the last thing that a module does is such a layer"
@@ -66,9 +66,30 @@ def called(node):
     f = getattr(node, 'func', None)
     return getattr(f, 'attr', getattr(f, 'id', ''))
 
-_IN_LOSS = ('{where} gives what comes out of a {what} to `{loss}` ({line}), which takes it once more, so the '
-            'loss stays large and the gradients small. Give it the numbers before the {what}.')
+# %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #a7fc9ac5
+_TWICE = ('{where} ends with a {what}, and the loss function `{loss}` takes it once more, so the loss '
+          'stays large and the gradients small. Let it give the numbers before the {what}.')
 
+def _twice_outside(scene):
+    "Probabilities from the model, or from a callback, for such a loss function"
+    what,loss = taken_by(getattr(scene.trainer, 'loss_func', None))
+    model = vars(scene.trainer).get('model')
+    if not what: return []
+    if isinstance(model, nn.Module) and ends_with(model, what):
+        return [Finding('softmax_twice', _TWICE.format(where=f'`{type(model).__name__}`', what=what,
+                                                       loss=loss))]
+    found = []
+    for entry in scene.batch:
+        tree,trainer = method_of(entry) if entry.event in ('predict', 'after_predict') else (None, '')
+        sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []
+        made = [o.value for o in sets if ast.unparse(o.targets[0]) == f'{trainer}.preds']
+        if what not in map(called, made):
+            continue
+        text = _TWICE.format(where=said(entry), what=what, loss=loss)
+        found.append(Finding('softmax_twice', text, [entry.callback]))
+    return found
+
+# %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #b7b52833
 def is_users_function(f):
     "Whether something is a function from outside of PyTorch and of this library"
     is_function = isinstance(f, FunctionType)
@@ -91,6 +112,7 @@ def own_losses(scene):
         known = getattr(f, '__globals__', {})
         yield tree,known,entry.where.rpartition(':')[0],said(entry),entry.callback
 
+# %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #3fab4387
 def _taken_in(node, known, holder, trainer):
     "What the function that a call is of takes itself, with its name, as far as that is known"
     if called(node) == 'log_softmax': return 'softmax','log_softmax'
@@ -105,6 +127,7 @@ def _taken_in(node, known, holder, trainer):
             return what,function.__name__
     return '',''
 
+# %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #172d0eb2
 def value_before(node, call, tree):
     "What a name stands for where a call uses it, if it was set in a plain line of its own"
     if not isinstance(tree.body, list): return node # Of a `lambda`
@@ -124,6 +147,10 @@ def _given_to(node):
     named = [o.value for o in node.keywords if o.arg == 'input']
     return next(iter([*node.args, *named]), None)
 
+# %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #55125608
+_IN_LOSS = ('{where} gives what comes out of a {what} to `{loss}` ({line}), which takes it once more, so the '
+            'loss stays large and the gradients small. Give it the numbers before the {what}.')
+
 def _twice_inside(scene):
     "Losses that take a softmax of what they give to a function that takes it"
     for tree,known,file,where,holder in own_losses(scene):
@@ -138,25 +165,6 @@ def softmax_twice(scene):
     "Probabilities for a loss function that makes them itself"
     inside = list(_twice_inside(scene))
     return inside[:1] or _twice_outside(scene)
-
-def _twice_outside(scene):
-    "Probabilities from the model, or from a callback, for such a loss function"
-    what,loss = taken_by(getattr(scene.trainer, 'loss_func', None))
-    model = vars(scene.trainer).get('model')
-    if not what: return []
-    if isinstance(model, nn.Module) and ends_with(model, what):
-        return [Finding('softmax_twice', _TWICE.format(where=f'`{type(model).__name__}`', what=what,
-                                                       loss=loss))]
-    found = []
-    for entry in scene.batch:
-        tree,trainer = method_of(entry) if entry.event in ('predict', 'after_predict') else (None, '')
-        sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)] if tree is not None else []
-        made = [o.value for o in sets if ast.unparse(o.targets[0]) == f'{trainer}.preds']
-        if what not in map(called, made):
-            continue
-        text = _TWICE.format(where=said(entry), what=what, loss=loss)
-        found.append(Finding('softmax_twice', text, [entry.callback]))
-    return found
 
 # %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #722234ff
 _REPLACED = ('{who} puts a new `{what}` into the model ({line}), when the optimizer has been made of the '
@@ -210,10 +218,6 @@ def left_out_parameters(scene):
 # %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #7fac7231
 _UNDONE = ('{who} puts `{what}` into evaluation ({line}), and each training pass calls `model.train()` '
            'afterwards. Do it in `before_epoch`, or use `BatchNormEvalCB`.')
-_TRAINS = ('{who} calls `{what}.train()` ({line}) in validation as well, so it is measured with dropout '
-           'and with the statistics of each batch. Set `on_valid = False`, or ask `if trainer.training`.')
-_NO_FREEZING = ('{who} sets `requires_grad` of a module ({line}), which nobody reads, so nothing is '
-                'frozen. Call `{what}.requires_grad_({value})`.')
 
 def undone_modes(scene):
     "Parts that are put into evaluation before `model.train()` comes"
@@ -229,6 +233,10 @@ def undone_modes(scene):
             text = _UNDONE.format(who=said(entry), what=what, line=line_in(entry, node))
             found.append(Finding('undone_mode', text, [entry.callback]))
     return found
+
+# %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #d3b3a584
+_TRAINS = ('{who} calls `{what}.train()` ({line}) in validation as well, so it is measured with dropout '
+           'and with the statistics of each batch. Set `on_valid = False`, or ask `if trainer.training`.')
 
 _NOT_IN_VALIDATION = EVENTS[EVENTS.index('before_backward'):EVENTS.index('cleanup_zero_grad')+1]
 _INSIDE = EVENTS[EVENTS.index('before_epoch'):EVENTS.index('after_epoch')]
@@ -247,6 +255,10 @@ def training_mode_in_validation(scene):
         text = _TRAINS.format(who=said(entry), what=f'{trainer}.model', line=line_in(entry, node))
         found.append(Finding('trains_in_validation', text, [entry.callback], spoils=True))
     return found
+
+# %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #f29205d8
+_NO_FREEZING = ('{who} sets `requires_grad` of a module ({line}), which nobody reads, so nothing is '
+                'frozen. Call `{what}.requires_grad_({value})`.')
 
 def freezes_nothing(scene):
     "`requires_grad` of modules, which is no attribute of theirs"
