@@ -50,6 +50,7 @@ _TRAINING_ONLY = {event for name in ('backward', 'step', 'zero_grad')
 def _takes_part(entry, training):
     return entry.callback is None or takes_part(entry.callback, entry.event, training)
 
+# %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #339f4c72
 def is_sure(entry, kind, name): return (kind, name) in entry.found.sure
 
 def happens(entry, deed):
@@ -65,17 +66,15 @@ def learns_in_loops(scene):
     parts,steps = {'gradients', 'model', 'opt'},{*STEPS, '*'}
     return any(o.unclear or parts & {*o.changes} or 'step' in o.calls or steps & o.runs for o in scene.loops)
 
+# %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #846dec6c
 def package_of(x):
     "Where a function or a class comes from; empty if that was made by `exec`"
     return (getattr(x, '__module__', None) or '').partition('.')[0]
 
-def in_line(
-    names, # Any number of texts
-    n:int=3, # How many to name
-)->str: # With how many there are beside
-    "Some names in a line"
-    more = f' and {len(names)-n} more' if len(names) > n else ''
-    return ', '.join(f'`{name}`' for name in names[:n]) + more
+def users_own(entry):
+    "Whether a callback comes from outside of this library"
+    kind = package_of(entry.callback) or package_of(type(entry.callback))
+    return entry.callback is not None and kind != 'isaac_loop'
 
 def without_partial(
     f, # Anything, or None
@@ -84,18 +83,7 @@ def without_partial(
     while isinstance(f, partial): f = f.func
     return f
 
-def call_alone(
-    node, # A statement
-)->ast.Call: # None if it is anything else
-    "The call that a statement consists of, of which nobody takes the result"
-    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return node.value if is_call else None
-
-def users_own(entry):
-    "Whether a callback comes from outside of this library"
-    kind = package_of(entry.callback) or package_of(type(entry.callback))
-    return entry.callback is not None and kind != 'isaac_loop'
-
+# %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #65b96e80
 def method_of(
     entry, # At an event
 )->tuple: # A `FunctionDef` and what it calls the trainer; None and an empty text where there is no source
@@ -119,6 +107,11 @@ def _with_self(node):
 
 def of_same(scene, entry): return [o for o in scene.entries if o.callback is entry.callback]
 
+def methods_of(scene, entry):
+    "The syntax trees of a callback at all its events"
+    return [node for node,_ in map(method_of, of_same(scene, entry)) if node is not None]
+
+# %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #5a9e8651
 def asked_copies(
     scene,
     entry, # That averages weights
@@ -131,17 +124,7 @@ def asked_copies(
     if late: asked |= {name for name,moved in entry.found.asked.items() if moved}
     return copies & asked
 
-def methods_of(scene, entry):
-    "The syntax trees of a callback at all its events"
-    return [node for node,_ in map(method_of, of_same(scene, entry)) if node is not None]
-
-def line_in(
-    entry, # Whose method it is
-    node, # In its tree
-)->str: # Such as 'mine.py:41'
-    "Where a statement stands, as the findings tell it"
-    return f'{entry.where.rpartition(":")[0]}:{node.lineno}'
-
+# %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #06ee6c82
 def pairs_of(
     node, # An assignment
 )->list: # Of targets with their values
@@ -150,7 +133,30 @@ def pairs_of(
     both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
     return list(zip(target.elts, value.elts)) if both else [(target, value)]
 
+def call_alone(
+    node, # A statement
+)->ast.Call: # None if it is anything else
+    "The call that a statement consists of, of which nobody takes the result"
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return node.value if is_call else None
+
+# %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #76d621ee
 def said(entry): return f'`{entry.name}.{entry.loop or entry.event}`'
+
+def line_in(
+    entry, # Whose method it is
+    node, # In its tree
+)->str: # Such as 'mine.py:41'
+    "Where a statement stands, as the findings tell it"
+    return f'{entry.where.rpartition(":")[0]}:{node.lineno}'
+
+def in_line(
+    names, # Any number of texts
+    n:int=3, # How many to name
+)->str: # With how many there are beside
+    "Some names in a line"
+    more = f' and {len(names)-n} more' if len(names) > n else ''
+    return ', '.join(f'`{name}`' for name in names[:n]) + more
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #bb8af02a
 _LATER = ('{reader} reads `trainer.{name}` ({line}), and {writer} writes it only later, so there would be '
