@@ -16,6 +16,24 @@ from ...loop.events import EVENTS, STEPS
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #b91807f7
+def helpers_of(test, callback):
+    "The methods of a callback that a condition asks"
+    calls = [o for o in ast.walk(test) if isinstance(o, ast.Call)]
+    asked = [o.func.attr for o in calls if isinstance(o.func, ast.Attribute)]
+    found = [inspect.getattr_static(type(callback), name, None) for name in asked]
+    trees = [function_node(f) for f in found if isinstance(f, FunctionType)]
+    return [tree for tree in trees if tree is not None]
+
+def names_in_test(test, tree):
+    "Names in an expression, and in what its local names are made of"
+    names = {getattr(o, 'id', getattr(o, 'attr', '')) for o in ast.walk(test)}
+    sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]
+    made = [item.value for item in sets for target in item.targets for part in ast.walk(target)
+            if isinstance(part, ast.Name) and part.id in names]
+    inside = [item for value in made for item in ast.walk(value)]
+    return names | {getattr(o, 'id', getattr(o, 'attr', '')) for o in inside}
+
+# %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #cf47f2d6
 class Raised:
     "A `raise` of a cancel in a method"
     def __init__(self, node, name, tests, tree, callback=None):
@@ -38,25 +56,9 @@ _COUNTED = {'batch_num', 'n_batches', 'n_updates', 'epoch', 'start_batch', 'upda
             'monotonic',
             'perf_counter', 'best', 'smoothed', 'history', 'divergence', 'ratio'}
 
-def helpers_of(test, callback):
-    "The methods of a callback that a condition asks"
-    calls = [o for o in ast.walk(test) if isinstance(o, ast.Call)]
-    asked = [o.func.attr for o in calls if isinstance(o.func, ast.Attribute)]
-    found = [inspect.getattr_static(type(callback), name, None) for name in asked]
-    trees = [function_node(f) for f in found if isinstance(f, FunctionType)]
-    return [tree for tree in trees if tree is not None]
-
 def _has_modulo(test): return any(isinstance(o, ast.Mod) for o in ast.walk(test))
 
-def names_in_test(test, tree):
-    "Names in an expression, and in what its local names are made of"
-    names = {getattr(o, 'id', getattr(o, 'attr', '')) for o in ast.walk(test)}
-    sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign)]
-    made = [item.value for item in sets for target in item.targets for part in ast.walk(target)
-            if isinstance(part, ast.Name) and part.id in names]
-    inside = [item for value in made for item in ast.walk(value)]
-    return names | {getattr(o, 'id', getattr(o, 'attr', '')) for o in inside}
-
+# %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #44255922
 def cancels_in(
     tree, # Of a method
     callback=None, # Whose helpers its conditions may ask
@@ -121,21 +123,6 @@ def cancels_nothing(scene):
     return found
 
 # %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #58c13163
-_UNUSED = ('{who} leaves out the step of some batches ({line}), and {zero} clears their gradients all the '
-           'same, so these batches teach nothing. Leave out `zero_grad` too, in `before_zero_grad`, as '
-           '`AccumulationCB` does.')
-_CLEARED = ('{who} clears the gradients of some batches and leaves out their step ({line}), so these batches '
-            'teach nothing. Leave the gradients there, and leave out `zero_grad` too, in '
-            '`before_zero_grad`, as `AccumulationCB` does.')
-_AGAIN = ('{who} leaves out `zero_grad` in some batches ({line}), and no step is left out, so each step '
-          'uses the gradients of earlier ones again. Leave out the step too, in `before_step`, as '
-          '`AccumulationCB` does.')
-_UNLIKE = ('{who} clears the gradients in other batches than those in which it makes a step ({line}): in '
-           'batch {n} of a pass it {does}. Use one condition for both, as `AccumulationCB` does.')
-_BAD_KEPT = ('{who} leaves a batch whose numbers are bad ({line}) when its gradients are there already, '
-             'and they are added to those of the next one. Raise `CancelStepException` in `before_step`: '
-             '`zero_grad` clears them then.')
-
 def _step_cancels(scene, event):
     pairs = _all_cancels([o for o in scene.batch if o.event == event])
     return [(entry, raised) for entry,raised in pairs if raised.name == 'CancelStepException']
@@ -149,20 +136,10 @@ def _clearer(scene):
     zeroes = [o for o in scene.batch if any(deed.startswith('zeroes ') for deed in o.found.does)]
     return zeroes[0] if len(zeroes) == 1 and zeroes[0].event == 'zero_grad' else None
 
-def mismatched_steps(scene):
-    "Gradients that are cleared unused, or used again"
-    zero,steps = _clearer(scene),_step_cancels(scene, 'before_step')
-    if zero is None: return _thrown_away(scene, steps)
-    zeros,found = _step_cancels(scene, 'before_zero_grad'),[]
-    for entry,raised in steps:
-        if not raised.counts or _leaves_out(scene, 'before_zero_grad'): continue
-        text = _UNUSED.format(who=said(entry), line=line_in(entry, raised.node), zero=said(zero))
-        found.append(Finding('gradients_lost', text, [entry.callback], spoils=True))
-    for entry,raised in zeros:
-        if any(_leaves_out(scene, event) for event in ('before_step', 'before_backward')): continue
-        text = _AGAIN.format(who=said(entry), line=line_in(entry, raised.node))
-        found.append(Finding('gradients_kept', text, [entry.callback], spoils=True))
-    return found + _unlike_pairs(steps, zeros)
+# %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #bef9b523
+_CLEARED = ('{who} clears the gradients of some batches and leaves out their step ({line}), so these batches '
+            'teach nothing. Leave the gradients there, and leave out `zero_grad` too, in '
+            '`before_zero_grad`, as `AccumulationCB` does.')
 
 _ALL = {'zeroes opt', 'zeroes model', 'zeroes gradients'}
 
@@ -195,28 +172,7 @@ def _is_clearing(node):
     targets = node.targets if isinstance(node, ast.Assign) else ()
     return any(getattr(o, 'attr', '') == 'grad' for o in targets) and getattr(node.value, 'value', 0) is None
 
-def _unlike_pairs(steps, zeros):
-    "Callbacks that leave out the two in batches of other numbers"
-    found = []
-    for entry,raised in steps:
-        other = next((o for e,o in zeros if e.callback is entry.callback), None)
-        if other is None or not raised.counts: continue
-        skips,keeps = ([_is_true(o, entry.callback, n) for n in range(48)] for o in (raised, other))
-        pairs = enumerate(zip(skips, keeps))
-        n = next((n for n,pair in pairs if None not in pair and pair[0] != pair[1]), None)
-        if n is None: continue
-        does = 'clears without a step' if skips[n] else 'makes a step and clears nothing'
-        text = _UNLIKE.format(who=f'`{entry.name}`', line=line_in(entry, raised.node), n=n, does=does)
-        found.append(Finding('gradients_lost', text, [entry.callback], spoils=True))
-    return found
-
-def _is_true(raised, callback, n):
-    "Whether a condition holds in batch `n`; None if it asks for more than plain numbers"
-    if len(raised.tests) != 1: return None
-    held = {k: o for k,o in getattr(callback, '__dict__', {}).items() if type(o) is int}
-    try: return bool(_number(raised.tests[0], {**held, 'batch_num': n}))
-    except (LookupError, ArithmeticError, TypeError, AttributeError): return None
-
+# %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #6c8b8938
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
               ast.FloorDiv: operator.floordiv, ast.USub: operator.neg, ast.Not: operator.not_,
               ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
@@ -233,6 +189,60 @@ def _number(node, known):
         return (all if isinstance(node.op, ast.And) else any)(map(of, node.values))
     if not isinstance(node, ast.Compare) or len(node.ops) > 1: raise LookupError
     return _OPERATORS[type(node.ops[0])](of(node.left), of(node.comparators[0]))
+
+def _is_true(raised, callback, n):
+    "Whether a condition holds in batch `n`; None if it asks for more than plain numbers"
+    if len(raised.tests) != 1: return None
+    held = {k: o for k,o in getattr(callback, '__dict__', {}).items() if type(o) is int}
+    try: return bool(_number(raised.tests[0], {**held, 'batch_num': n}))
+    except (LookupError, ArithmeticError, TypeError, AttributeError): return None
+
+# %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #73897d13
+_UNLIKE = ('{who} clears the gradients in other batches than those in which it makes a step ({line}): in '
+           'batch {n} of a pass it {does}. Use one condition for both, as `AccumulationCB` does.')
+
+def _unlike_pairs(steps, zeros):
+    "Callbacks that leave out the two in batches of other numbers"
+    found = []
+    for entry,raised in steps:
+        other = next((o for e,o in zeros if e.callback is entry.callback), None)
+        if other is None or not raised.counts: continue
+        skips,keeps = ([_is_true(o, entry.callback, n) for n in range(48)] for o in (raised, other))
+        pairs = enumerate(zip(skips, keeps))
+        n = next((n for n,pair in pairs if None not in pair and pair[0] != pair[1]), None)
+        if n is None: continue
+        does = 'clears without a step' if skips[n] else 'makes a step and clears nothing'
+        text = _UNLIKE.format(who=f'`{entry.name}`', line=line_in(entry, raised.node), n=n, does=does)
+        found.append(Finding('gradients_lost', text, [entry.callback], spoils=True))
+    return found
+
+# %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #15c16d06
+_UNUSED = ('{who} leaves out the step of some batches ({line}), and {zero} clears their gradients all the '
+           'same, so these batches teach nothing. Leave out `zero_grad` too, in `before_zero_grad`, as '
+           '`AccumulationCB` does.')
+_AGAIN = ('{who} leaves out `zero_grad` in some batches ({line}), and no step is left out, so each step '
+          'uses the gradients of earlier ones again. Leave out the step too, in `before_step`, as '
+          '`AccumulationCB` does.')
+
+def mismatched_steps(scene):
+    "Gradients that are cleared unused, or used again"
+    zero,steps = _clearer(scene),_step_cancels(scene, 'before_step')
+    if zero is None: return _thrown_away(scene, steps)
+    zeros,found = _step_cancels(scene, 'before_zero_grad'),[]
+    for entry,raised in steps:
+        if not raised.counts or _leaves_out(scene, 'before_zero_grad'): continue
+        text = _UNUSED.format(who=said(entry), line=line_in(entry, raised.node), zero=said(zero))
+        found.append(Finding('gradients_lost', text, [entry.callback], spoils=True))
+    for entry,raised in zeros:
+        if any(_leaves_out(scene, event) for event in ('before_step', 'before_backward')): continue
+        text = _AGAIN.format(who=said(entry), line=line_in(entry, raised.node))
+        found.append(Finding('gradients_kept', text, [entry.callback], spoils=True))
+    return found + _unlike_pairs(steps, zeros)
+
+# %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #7751e8d4
+_BAD_KEPT = ('{who} leaves a batch whose numbers are bad ({line}) when its gradients are there already, '
+             'and they are added to those of the next one. Raise `CancelStepException` in `before_step`: '
+             '`zero_grad` clears them then.')
 
 _AFTER_BACKWARD = EVENTS[EVENTS.index('after_backward'):EVENTS.index('before_zero_grad')+1]
 
