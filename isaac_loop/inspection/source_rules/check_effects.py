@@ -16,34 +16,7 @@ from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #beca2f46
-_LOST = ('{who} computes `{what}` ({line}), and nobody takes the result, so nothing changes. {mend}')
-_NOT_CALLED = ('{who} names `{what}` ({line}) and does not call it, so nothing happens. Write `{what}()`.')
-_IN_PLACE = 'Assign it, or use `{name}_`, which changes the tensor itself.'
-_ASSIGN = 'Assign it to what you want to change.'
-_VALUES = {'clamp', 'clip', 'mul', 'div', 'add', 'sub', 'abs', 'neg', 'sqrt', 'pow', 'detach', 'clone',
-           'float', 'half',
-           'round', 'relu', 'softmax', 'sigmoid', 'tanh', 'normal', 'fill', 'zero', 'copysign', 'mean', 'sum',
-           'clamp_min', 'clamp_max', 'nan_to_num', 'masked_fill', 'normalize', 'lerp', 'where', 'flip'}
-_MODULES = 'torch','F','torch.nn.functional','nn.functional'
-_MOVES = {'to', 'cuda', 'cpu'}
-_CALLS = {'zero_grad', 'step', 'backward', 'train', 'eval', 'item', 'update', 'reset', 'detach', 'clear',
-          'close', 'flush', 'request_stop'}
 _SOURCES = 'batch', 'preds', 'loss', 'model.parameters', 'model.named_parameters', 'opt.param_groups'
-
-def lost_values(scene):
-    "What is computed and thrown away"
-    found = []
-    for entry in scene.entries:
-        tree,trainer = method_of(entry)
-        if tree is None: continue
-        known = _from_trainer(tree, trainer)
-        for node in [o for o in ast.walk(tree) if isinstance(o, ast.Expr)]:
-            text = _of_line(entry, node, known, trainer)
-            if text: found.append(Finding('no_effect', text, [entry.callback]))
-        for node in _unread(tree, known, trainer):
-            told = dict(who=said(entry), what=ast.unparse(node), line=line_in(entry, node), mend=_ASSIGN)
-            found.append(Finding('no_effect', _LOST.format(**told), [entry.callback]))
-    return found
 
 def _is_from(node, known, trainer):
     "Whether an expression is made of the batch, of what follows from it, of weights, or of groups"
@@ -63,6 +36,20 @@ def _from_trainer(tree, trainer):
                 known |= {o.id for o in ast.walk(target) if isinstance(o, ast.Name)
                                                           and isinstance(o.ctx, ast.Store)}
     return known
+
+# %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #77427a58
+_LOST = ('{who} computes `{what}` ({line}), and nobody takes the result, so nothing changes. {mend}')
+_NOT_CALLED = ('{who} names `{what}` ({line}) and does not call it, so nothing happens. Write `{what}()`.')
+_IN_PLACE = 'Assign it, or use `{name}_`, which changes the tensor itself.'
+_ASSIGN = 'Assign it to what you want to change.'
+_VALUES = {'clamp', 'clip', 'mul', 'div', 'add', 'sub', 'abs', 'neg', 'sqrt', 'pow', 'detach', 'clone',
+           'float', 'half',
+           'round', 'relu', 'softmax', 'sigmoid', 'tanh', 'normal', 'fill', 'zero', 'copysign', 'mean', 'sum',
+           'clamp_min', 'clamp_max', 'nan_to_num', 'masked_fill', 'normalize', 'lerp', 'where', 'flip'}
+_MODULES = 'torch','F','torch.nn.functional','nn.functional'
+_MOVES = {'to', 'cuda', 'cpu'}
+_CALLS = {'zero_grad', 'step', 'backward', 'train', 'eval', 'item', 'update', 'reset', 'detach', 'clear',
+          'close', 'flush', 'request_stop'}
 
 def _of_line(entry, node, known, trainer):
     "What is wrong with a line that is an expression alone; empty if nothing is"
@@ -89,6 +76,7 @@ def _is_formula(node):
     if isinstance(node, ast.BinOp): return not isinstance(node.op, (ast.LShift, ast.RShift, ast.BitOr))
     return isinstance(node, ast.Compare)
 
+# %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #78c90490
 def _unread(tree, known, trainer):
     "What is computed of something of the trainer's and gets a local name, which nobody reads"
     loops = [o for o in ast.walk(tree) if isinstance(o, (ast.For, ast.While))]
@@ -124,6 +112,22 @@ def _is_new_value(node, name):
 def _names_of(loop): return [o.id for o in ast.walk(loop.target) if isinstance(o, ast.Name)]
 
 def _sets(loop, name): return isinstance(loop, ast.For) and name in _names_of(loop)
+
+# %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #09ab419d
+def lost_values(scene):
+    "What is computed and thrown away"
+    found = []
+    for entry in scene.entries:
+        tree,trainer = method_of(entry)
+        if tree is None: continue
+        known = _from_trainer(tree, trainer)
+        for node in [o for o in ast.walk(tree) if isinstance(o, ast.Expr)]:
+            text = _of_line(entry, node, known, trainer)
+            if text: found.append(Finding('no_effect', text, [entry.callback]))
+        for node in _unread(tree, known, trainer):
+            told = dict(who=said(entry), what=ast.unparse(node), line=line_in(entry, node), mend=_ASSIGN)
+            found.append(Finding('no_effect', _LOST.format(**told), [entry.callback]))
+    return found
 
 # %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #df23d70d
 _UNREAD = ('{who} writes `{what}` ({line}), which an optimizer does not look at once it is made. Set it '
@@ -175,8 +179,6 @@ def _misspelt(scene):
 _SEEDED = ('{who} sets the random seed anew each time ({line}), so every {unit} draws the same numbers: '
            'the same dropout, shuffling and augmentation. Set it once before the fit, or let it depend on '
            'the {unit}.')
-_CONSTANT = ('{who} adds `{what}` to the loss ({line}), and that has no gradient, so it changes the '
-             'number and no weight. Leave out `{cut}`.')
 _SEEDS = {'manual_seed', 'manual_seed_all', 'seed', 'set_seed', 'seed_everything'}
 
 def seeded_again(scene):
@@ -199,7 +201,26 @@ def seeded_again(scene):
 
 def _is_fixed(node): return isinstance(node, ast.Constant) or ast.unparse(node) in ('self.seed', 'seed')
 
+# %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #563de96d
 _CUTS = {'item': '.item()', 'detach': '.detach()', 'data': '.data', 'tolist': '.tolist()'}
+
+def all_cut(node):
+    "Whether nothing of an expression keeps a gradient: numbers, `x.item()`, a sum of such"
+    if isinstance(node, ast.BinOp): return all_cut(node.left) and all_cut(node.right)
+    if isinstance(node, ast.Constant) or _is_setting(node): return True
+    if isinstance(node, (ast.GeneratorExp, ast.ListComp)): return all_cut(node.elt)
+    if not isinstance(node, ast.Call): return getattr(node, 'attr', '') == 'data'
+    if getattr(node.func, 'attr', '') in _CUTS: return True
+    if getattr(node.func, 'id', '') in ('sum', 'max', 'float') and node.args: return all_cut(node.args[0])
+    chained = getattr(node.func, 'value', None)
+    goes_on = isinstance(chained, (ast.Call, ast.BinOp, ast.Attribute)) and not _is_setting(chained)
+    return goes_on and all_cut(chained)
+
+def _is_setting(node): return isinstance(node, ast.Attribute) and ast.unparse(node).startswith('self.')
+
+# %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #9bafffe1
+_CONSTANT = ('{who} adds `{what}` to the loss ({line}), and that has no gradient, so it changes the '
+             'number and no weight. Leave out `{cut}`.')
 
 def constant_terms(scene):
     "Terms of the loss that have no gradient"
@@ -223,17 +244,3 @@ def _terms(node, loss):
     if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) != loss: return []
     made = node.value
     return [made.left, made.right] if isinstance(made, ast.BinOp) and isinstance(made.op, ast.Add) else []
-
-def all_cut(node):
-    "Whether nothing of an expression keeps a gradient: numbers, `x.item()`, a sum of such"
-    if isinstance(node, ast.BinOp): return all_cut(node.left) and all_cut(node.right)
-    if isinstance(node, ast.Constant) or _is_setting(node): return True
-    if isinstance(node, (ast.GeneratorExp, ast.ListComp)): return all_cut(node.elt)
-    if not isinstance(node, ast.Call): return getattr(node, 'attr', '') == 'data'
-    if getattr(node.func, 'attr', '') in _CUTS: return True
-    if getattr(node.func, 'id', '') in ('sum', 'max', 'float') and node.args: return all_cut(node.args[0])
-    chained = getattr(node.func, 'value', None)
-    goes_on = isinstance(chained, (ast.Call, ast.BinOp, ast.Attribute)) and not _is_setting(chained)
-    return goes_on and all_cut(chained)
-
-def _is_setting(node): return isinstance(node, ast.Attribute) and ast.unparse(node).startswith('self.')
