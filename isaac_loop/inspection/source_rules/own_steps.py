@@ -36,6 +36,7 @@ def own_tree(trainer):
 
 class Unknown(Exception): "The order of the calls cannot be read from the own lines of a method"
 
+# %% ../../../nbs/inspection/source_rules/20_own_steps.ipynb #9f8bdc0b
 def optimizers(
     scene, # Whose trainer and callbacks may hold them
 )->dict: # By name, such as 'trainer.opt_d' or 'self.mine', the text of what they train
@@ -99,20 +100,7 @@ def named_by(text, trainer):
     first,dot,rest = text.partition('.')
     return f'trainer{dot}{rest}' if first == trainer else text
 
-def _in_lines(nodes, trainer, opts):
-    "The calls of a method, in their order"
-    for node in nodes:
-        calls = [o for o in ast.walk(node) if isinstance(o, ast.Call)]
-        told = [o for o in calls if getattr(o.func, 'attr', '') in (*_KINDS, 'run_callbacks')]
-        if not told: continue
-        if isinstance(node, ast.With): yield from _in_lines(node.body, trainer, opts)
-        elif _is_written_out(node): yield from _in_lines(_turns(node), trainer, opts)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == f'{trainer}.training' and not node.orelse:
-            yield from _in_lines(node.body, trainer, opts)
-        elif not isinstance(node, ast.Expr) or node.value is not told[0] or len(told) > 1: raise Unknown()
-        elif told[0].func.attr == 'run_callbacks': yield from [_run(o) for o in told[0].args]
-        else: yield _kind(told[0], trainer, opts)
-
+# %% ../../../nbs/inspection/source_rules/20_own_steps.ipynb #54c171df
 def _is_written_out(node):
     "Whether a loop goes over things that stand in its line, such as two optimizers"
     return (isinstance(node, ast.For) and isinstance(node.iter, (ast.Tuple, ast.List))
@@ -128,11 +116,27 @@ class _Named(ast.NodeTransformer):
     def __init__(self, name, value): self.name,self.value = name,value
     def visit_Name(self, node): return self.value if node.id == self.name else node
 
+# %% ../../../nbs/inspection/source_rules/20_own_steps.ipynb #e3c0ace2
+def _in_lines(nodes, trainer, opts):
+    "The calls of a method, in their order"
+    for node in nodes:
+        calls = [o for o in ast.walk(node) if isinstance(o, ast.Call)]
+        told = [o for o in calls if getattr(o.func, 'attr', '') in (*_KINDS, 'run_callbacks')]
+        if not told: continue
+        if isinstance(node, ast.With): yield from _in_lines(node.body, trainer, opts)
+        elif _is_written_out(node): yield from _in_lines(_turns(node), trainer, opts)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == f'{trainer}.training' and not node.orelse:
+            yield from _in_lines(node.body, trainer, opts)
+        elif not isinstance(node, ast.Expr) or node.value is not told[0] or len(told) > 1: raise Unknown()
+        elif told[0].func.attr == 'run_callbacks': yield from [_run(o) for o in told[0].args]
+        else: yield _kind(told[0], trainer, opts)
+
 def _run(node):
     "A step that is run by its name"
     if not isinstance(node, ast.Constant) or node.value not in STEPS: raise Unknown()
     return 'run',node.value
 
+# %% ../../../nbs/inspection/source_rules/20_own_steps.ipynb #d3d68de6
 _DEEDS = {'backward': 'backwards', 'step': 'steps ', 'zero': 'zeroes '}
 
 def _of_method(entry, tree, trainer, opts):
@@ -153,6 +157,7 @@ def _of_library(entry):
     opt = 'trainer.opt' if kind == 'step' else ''
     return [(kind, opt)] if any(o.startswith(deed) for o in entry.found.does) else []
 
+# %% ../../../nbs/inspection/source_rules/20_own_steps.ipynb #11bd5c8f
 def calls_of_batch(scene):
     "All calls of a batch"
     own,opts = has_own_batch(scene.trainer),optimizers(scene)
@@ -175,6 +180,7 @@ def _of_run(entry, opts):
     tree,trainer = own_method(entry)
     return _of_library(entry) if tree is None else _of_method(entry, tree, trainer, opts)
 
+# %% ../../../nbs/inspection/source_rules/20_own_steps.ipynb #b08f96b0
 def tree_at(scene, entry, event):
     "The method of the same callback at an event, or the whole batch of a trainer's own"
     is_own = isinstance(entry.callback, TrainersOwn) and has_own_batch(scene.trainer)
