@@ -24,14 +24,91 @@ def sources_of(scene):
     return [*read_along(found), *forwards(scene), *loss_sources(scene)]
 
 # %% ../../../nbs/inspection/source_rules/52_check_policies.ipynb #f2325c09
-_SIGN = ('{who} makes `{what}` a part of the loss without a minus ({line}), and the loss is made small: what '
-         'is rewarded becomes less likely. Write `-({what})`, if more of `{reward}` is better.')
 _LOG_PROB = re.compile(r'^(\w*_)?(log_?probs?|logps?|log_pi|ratios?)$')
 _REWARD = re.compile(r'^((\w*_)?(returns?|rewards?|advantages?|advs?|gae)|G|R)$')
-_TURNED = re.compile(r'-\s*[\w.\[\]]+\.log_prob\(|-\s*(trainer|self)\.loss\b|\(-loss|maximize|-loss\.mean|'
-                     r'(cost|regret)\w*\b|nll\b|neg_?log|cross_entropy')
 _PASSES = {'sum', 'mean', 'squeeze', 'unsqueeze', 'view', 'reshape', 'flatten', 'stack', 'cat', 'min', 'max',
            'minimum', 'maximum', 'clamp', 'detach', 'masked_select', 'masked_mean'}
+
+def _owner(node):
+    value = node.func.value if isinstance(node.func, ast.Attribute) else None
+    return [] if value is None or ast.unparse(value) in ('torch', 'F', 'np') else [value]
+
+def _base(node):
+    "The name that an expression is of, behind views and choices"
+    while True:
+        if isinstance(node, ast.Subscript): node = node.value
+        elif isinstance(node, ast.Call) and _owner(node) and called(node) in _PASSES: node = node.func.value
+        elif isinstance(node, ast.Call) and called(node) in _PASSES and node.args: node = node.args[0]
+        else: break
+    return called(node) or getattr(node, 'attr', getattr(node, 'id', ''))
+
+def _factors(node):
+    "The log-probability and the reward of a product; None if they are something else"
+    for a,b in ((node.left, node.right), (node.right, node.left)):
+        is_network = isinstance(b, ast.Call) and called(b) in ('G', 'R')
+        if _LOG_PROB.search(_base(a)) and _REWARD.search(_base(b)) and not is_network: return a,b
+
+def is_product(node):
+    "Whether an expression multiplies log-probabilities with rewards, and nothing else"
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and _factors(node) is not None
+
+# %% ../../../nbs/inspection/source_rules/52_check_policies.ipynb #fc823b80
+def _parts(node, source):
+    "What a name is set to or holds, or the parts of a list"
+    if isinstance(node, (ast.List, ast.Tuple)): return node.elts
+    if isinstance(node, (ast.ListComp, ast.GeneratorExp)): return [node.elt]
+    found = []
+    for line in ast.walk(source.tree):
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == node.id: found.append(line.value)
+        elif isinstance(line, ast.AugAssign) and ast.unparse(line.target) == node.id:
+            is_less = isinstance(line.op, ast.Sub)
+            found.append(ast.UnaryOp(ast.USub(), line.value) if is_less else line.value)
+        elif called(line) == 'append' and ast.unparse(line.func.value) == node.id: found += line.args
+    return found
+
+def number_of(node, source):
+    "The value of a factor; None if it is no known number"
+    try: return ast.literal_eval(node)
+    except (ValueError, TypeError): value = source.value(node)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+def _given_on(node):
+    "What a call such as `x.mean()` or `torch.min(a, b)` is of"
+    if called(node) == 'neg': return [ast.UnaryOp(ast.USub(), o) for o in _owner(node) or node.args[:1]]
+    return [*_owner(node), *node.args] if called(node) in _PASSES else []
+
+def _of_two(node, sign, source):
+    "The sides of an operation with their signs, as far as they are known"
+    if isinstance(node.op, (ast.Add, ast.Sub)):
+        return [(node.left, sign), (node.right, sign if isinstance(node.op, ast.Add) else -sign)]
+    if isinstance(node.op, ast.Div): return [(node.left, sign)]
+    if not isinstance(node.op, ast.Mult): return []
+    pairs = (node.left, node.right),(node.right, node.left)
+    numbers = [(number_of(a, source), b) for a,b in pairs]
+    return [(b, sign if number > 0 else -sign) for number,b in numbers if number]
+
+# %% ../../../nbs/inspection/source_rules/52_check_policies.ipynb #9b45e654
+def _products(node, sign, source, depth):
+    "Products of log-probabilities with rewards in a sum, each with its sign and its source"
+    if not depth or node is None: return
+    more = []
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub): more = [(node.operand, -sign)]
+    elif isinstance(node, ast.BinOp): more = _of_two(node, sign, source)
+    elif isinstance(node, ast.Call):
+        own = source.called(node)
+        for part in ast.walk(own.tree) if own is not None and own.tree is not None else ():
+            if isinstance(part, ast.Return): yield from _products(part.value, sign, own, depth-1)
+        more = [(part, sign) for part in _given_on(node)] if own is None else []
+    elif isinstance(node, (ast.Name, ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)):
+        more = [(part, sign) for part in _parts(node, source)]
+    if is_product(node): yield sign,node,source
+    for part,its_sign in more: yield from _products(part, its_sign, source, depth-1)
+
+# %% ../../../nbs/inspection/source_rules/52_check_policies.ipynb #860f9103
+_SIGN = ('{who} makes `{what}` a part of the loss without a minus ({line}), and the loss is made small: what '
+         'is rewarded becomes less likely. Write `-({what})`, if more of `{reward}` is better.')
+_TURNED = re.compile(r'-\s*[\w.\[\]]+\.log_prob\(|-\s*(trainer|self)\.loss\b|\(-loss|maximize|-loss\.mean|'
+                     r'(cost|regret)\w*\b|nll\b|neg_?log|cross_entropy')
 
 def rewards_made_small(scene):
     "Losses that grow with the probability of what was rewarded"
@@ -56,79 +133,6 @@ def _losses_in(tree, is_loss):
         if isinstance(node, ast.Assign) and getattr(node.targets[0], 'attr', '') == 'loss': yield node.value
         elif isinstance(node, ast.Return) and is_loss and node.value is not None: yield node.value
         elif called(node) == 'backward' and isinstance(node.func.value, ast.Name): yield node.func.value
-
-def _products(node, sign, source, depth):
-    "Products of log-probabilities with rewards in a sum, each with its sign and its source"
-    if not depth or node is None: return
-    more = []
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub): more = [(node.operand, -sign)]
-    elif isinstance(node, ast.BinOp): more = _of_two(node, sign, source)
-    elif isinstance(node, ast.Call):
-        own = source.called(node)
-        for part in ast.walk(own.tree) if own is not None and own.tree is not None else ():
-            if isinstance(part, ast.Return): yield from _products(part.value, sign, own, depth-1)
-        more = [(part, sign) for part in _given_on(node)] if own is None else []
-    elif isinstance(node, (ast.Name, ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)):
-        more = [(part, sign) for part in _parts(node, source)]
-    if is_product(node): yield sign,node,source
-    for part,its_sign in more: yield from _products(part, its_sign, source, depth-1)
-
-def _of_two(node, sign, source):
-    "The sides of an operation with their signs, as far as they are known"
-    if isinstance(node.op, (ast.Add, ast.Sub)):
-        return [(node.left, sign), (node.right, sign if isinstance(node.op, ast.Add) else -sign)]
-    if isinstance(node.op, ast.Div): return [(node.left, sign)]
-    if not isinstance(node.op, ast.Mult): return []
-    pairs = (node.left, node.right),(node.right, node.left)
-    numbers = [(number_of(a, source), b) for a,b in pairs]
-    return [(b, sign if number > 0 else -sign) for number,b in numbers if number]
-
-def number_of(node, source):
-    "The value of a factor; None if it is no known number"
-    try: return ast.literal_eval(node)
-    except (ValueError, TypeError): value = source.value(node)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-def _given_on(node):
-    "What a call such as `x.mean()` or `torch.min(a, b)` is of"
-    if called(node) == 'neg': return [ast.UnaryOp(ast.USub(), o) for o in _owner(node) or node.args[:1]]
-    return [*_owner(node), *node.args] if called(node) in _PASSES else []
-
-def _owner(node):
-    value = node.func.value if isinstance(node.func, ast.Attribute) else None
-    return [] if value is None or ast.unparse(value) in ('torch', 'F', 'np') else [value]
-
-def _parts(node, source):
-    "What a name is set to or holds, or the parts of a list"
-    if isinstance(node, (ast.List, ast.Tuple)): return node.elts
-    if isinstance(node, (ast.ListComp, ast.GeneratorExp)): return [node.elt]
-    found = []
-    for line in ast.walk(source.tree):
-        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == node.id: found.append(line.value)
-        elif isinstance(line, ast.AugAssign) and ast.unparse(line.target) == node.id:
-            is_less = isinstance(line.op, ast.Sub)
-            found.append(ast.UnaryOp(ast.USub(), line.value) if is_less else line.value)
-        elif called(line) == 'append' and ast.unparse(line.func.value) == node.id: found += line.args
-    return found
-
-def is_product(node):
-    "Whether an expression multiplies log-probabilities with rewards, and nothing else"
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and _factors(node) is not None
-
-def _factors(node):
-    "The log-probability and the reward of a product; None if they are something else"
-    for a,b in ((node.left, node.right), (node.right, node.left)):
-        is_network = isinstance(b, ast.Call) and called(b) in ('G', 'R')
-        if _LOG_PROB.search(_base(a)) and _REWARD.search(_base(b)) and not is_network: return a,b
-
-def _base(node):
-    "The name that an expression is of, behind views and choices"
-    while True:
-        if isinstance(node, ast.Subscript): node = node.value
-        elif isinstance(node, ast.Call) and _owner(node) and called(node) in _PASSES: node = node.func.value
-        elif isinstance(node, ast.Call) and called(node) in _PASSES and node.args: node = node.args[0]
-        else: break
-    return called(node) or getattr(node, 'attr', getattr(node, 'id', ''))
 
 # %% ../../../nbs/inspection/source_rules/52_check_policies.ipynb #17513069
 _SQUASHED = ('{who} takes `tanh` of `{name}` for an action ({line}), and the log-probability of `{name}` '
