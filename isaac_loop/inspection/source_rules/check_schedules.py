@@ -71,33 +71,71 @@ def _comes_twice(entry, what):
     return both and not asks and ('does', f'schedules {what}') in entry.found.sure
 
 # %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #b9e5b4f6
-_TOO_FAST = ('{who} steps `{what}` for each batch, and {kind} was made for epochs (`{length}`, {line}), '
-             'so it runs {n} times too fast. Step it in `log`, or count in updates, as in '
-             '`trainer.total_updates`.')
-_TOO_SLOW = ('{who} steps `{what}` for each epoch, and {kind} was made for batches (`{length}`, {line}), '
-             'so it never gets far. Step it in `after_step`, or count in epochs, as in `trainer.n_epochs`.')
 _LENGTHS = {'StepLR': 'step_size', 'CosineAnnealingLR': 'T_max', 'MultiStepLR': 'milestones',
             'LinearLR': 'total_iters',
             'PolynomialLR': 'total_iters', 'CosineAnnealingWarmRestarts': 'T_0', 'OneCycleLR': 'total_steps',
             'ExponentialLR': 'gamma'}
 _PLACES = {'OneCycleLR': 2, 'LinearLR': 3} # Of the length among the arguments; otherwise 1
 
-def wrong_paces(scene):
-    "Schedules for epochs that are stepped for batches, and the other way round"
-    found,n = [],n_batches(scene.trainer.dls.train) if getattr(scene.trainer, 'dls',
-                                                               None) is not None else None
-    for what,mine in steppers(scene):
-        made = _maker(scene, what, mine[0])
-        if made is None or len({*map(_is_of_batch, mine)}) > 1: continue
-        (kind,length,line),decay = made[:3],made[3:]
-        unit = _unit(kind, length, mine[0].callback, n)
-        if unit == 'epoch' and _is_slow(*decay, n): continue
-        if unit is None or unit == ('batch' if _is_of_batch(mine[0]) else 'epoch'): continue
-        text = (_TOO_FAST if unit == 'epoch' else _TOO_SLOW).format(
-            who=said(mine[0]), what=what, kind=kind, length=ast.unparse(length), line=line, n=n or 'many')
-        found.append(Finding('schedule_pace', text, [mine[0].callback]))
-    return found + _short_schedules(scene, n)
+def _length(kind, call):
+    "The argument of a schedule that says how long it is"
+    if kind not in _LENGTHS: return None
+    named = {o.arg: o.value for o in call.keywords}
+    if {'epochs', 'steps_per_epoch'} <= named.keys(): # Of `OneCycleLR`
+        return ast.BinOp(named['epochs'], ast.Mult(), named['steps_per_epoch'])
+    place = _PLACES.get(kind, 1)
+    return named.get(_LENGTHS[kind], call.args[place] if len(call.args) > place else None)
 
+def _number(node, callback):
+    "A number, or the largest of a list, as it stands there or as the callback holds it"
+    if node is None: return None
+    if isinstance(node, ast.Attribute): value = getattr(callback, '__dict__', {}).get(node.attr)
+    else:
+        try: value = ast.literal_eval(node)
+        except ValueError: value = None
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return max(values) if values and all(type(o) in (int, float) for o in values) else None
+
+# %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #095c0f0d
+def _maker(scene, what, entry):
+    "Which schedule is made under a name: its kind, its length and the line; None if nobody knows"
+    name = what.partition('.')[2]
+    for other in scene.entries:
+        if what.startswith('self.') and other.callback is not entry.callback: continue
+        tree,_ = method_of(other)
+        for node in ast.walk(tree) if tree is not None else ():
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call): continue
+            if not any(ast.unparse(target).partition('.')[2] == name for target in node.targets): continue
+            kind = getattr(node.value.func, 'attr', getattr(node.value.func, 'id', ''))
+            length = _length(kind, node.value)
+            gamma = next((o.value for o in node.value.keywords if o.arg == 'gamma'), None)
+            decay = _number(gamma, None), _number(length, other.callback)
+            return None if length is None else (kind, length, line_in(other, node), *decay)
+
+def _is_slow(gamma, length, n):
+    "Whether a factor at every so many steps still leaves a tenth of the rate after an epoch of `n` batches"
+    return bool(gamma and length and n) and gamma**(n/length) > 0.1
+
+# %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #1838641e
+_WORDS_OF_UPDATES = 'update','batch','len(','step','iter'
+
+_EPOCHS = re.compile(r'len\([\w.]+\.epochs\)|[\w.]+\.n_epochs')
+
+def _unit(kind, length, callback, n):
+    "Whether a length is counted in epochs or in batches; None if nobody can tell"
+    text = ast.unparse(length)
+    if kind == 'OneCycleLR' and isinstance(length, ast.BinOp): return 'batch'
+    if _EPOCHS.fullmatch(text): return 'epoch'
+    if any(word in text for word in _WORDS_OF_UPDATES) or isinstance(length, ast.BinOp) and 'epoch' in text:
+        return 'batch'
+    if 'epoch' in text: return 'epoch'
+    number = _number(length, callback)
+    if not number or not n or kind == 'OneCycleLR': return None
+    if kind == 'ExponentialLR': return 'epoch' if number**n < 0.1 else None
+    least = 1 if kind == 'StepLR' else 2
+    return 'epoch' if least <= number < n else None
+
+# %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #1b2200ac
 _SHORT = ('`{who}` steps its schedule after every update, and {kind} has `{name}` {length}, when an epoch '
           'has {n} batches. If it counts epochs, use `EpochSchedulerCB`; if not, write it in updates, such '
           'as `trainer.total_updates`.')
@@ -121,84 +159,30 @@ def _short_schedules(scene, n):
         found.append(Finding('schedule_pace', text, [callback]))
     return found
 
-def _maker(scene, what, entry):
-    "Which schedule is made under a name: its kind, its length and the line; None if nobody knows"
-    name = what.partition('.')[2]
-    for other in scene.entries:
-        if what.startswith('self.') and other.callback is not entry.callback: continue
-        tree,_ = method_of(other)
-        for node in ast.walk(tree) if tree is not None else ():
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call): continue
-            if not any(ast.unparse(target).partition('.')[2] == name for target in node.targets): continue
-            kind = getattr(node.value.func, 'attr', getattr(node.value.func, 'id', ''))
-            length = _length(kind, node.value)
-            gamma = next((o.value for o in node.value.keywords if o.arg == 'gamma'), None)
-            decay = _number(gamma, None), _number(length, other.callback)
-            return None if length is None else (kind, length, line_in(other, node), *decay)
+# %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #f37e34ca
+_TOO_FAST = ('{who} steps `{what}` for each batch, and {kind} was made for epochs (`{length}`, {line}), '
+             'so it runs {n} times too fast. Step it in `log`, or count in updates, as in '
+             '`trainer.total_updates`.')
+_TOO_SLOW = ('{who} steps `{what}` for each epoch, and {kind} was made for batches (`{length}`, {line}), '
+             'so it never gets far. Step it in `after_step`, or count in epochs, as in `trainer.n_epochs`.')
 
-def _is_slow(gamma, length, n):
-    "Whether a factor at every so many steps still leaves a tenth of the rate after an epoch of `n` batches"
-    return bool(gamma and length and n) and gamma**(n/length) > 0.1
-
-def _length(kind, call):
-    "The argument of a schedule that says how long it is"
-    if kind not in _LENGTHS: return None
-    named = {o.arg: o.value for o in call.keywords}
-    if {'epochs', 'steps_per_epoch'} <= named.keys(): # Of `OneCycleLR`
-        return ast.BinOp(named['epochs'], ast.Mult(), named['steps_per_epoch'])
-    place = _PLACES.get(kind, 1)
-    return named.get(_LENGTHS[kind], call.args[place] if len(call.args) > place else None)
-
-_WORDS_OF_UPDATES = 'update','batch','len(','step','iter'
-
-_EPOCHS = re.compile(r'len\([\w.]+\.epochs\)|[\w.]+\.n_epochs')
-
-def _unit(kind, length, callback, n):
-    "Whether a length is counted in epochs or in batches; None if nobody can tell"
-    text = ast.unparse(length)
-    if kind == 'OneCycleLR' and isinstance(length, ast.BinOp): return 'batch'
-    if _EPOCHS.fullmatch(text): return 'epoch'
-    if any(word in text for word in _WORDS_OF_UPDATES) or isinstance(length, ast.BinOp) and 'epoch' in text:
-        return 'batch'
-    if 'epoch' in text: return 'epoch'
-    number = _number(length, callback)
-    if not number or not n or kind == 'OneCycleLR': return None
-    if kind == 'ExponentialLR': return 'epoch' if number**n < 0.1 else None
-    least = 1 if kind == 'StepLR' else 2
-    return 'epoch' if least <= number < n else None
-
-def _number(node, callback):
-    "A number, or the largest of a list, as it stands there or as the callback holds it"
-    if node is None: return None
-    if isinstance(node, ast.Attribute): value = getattr(callback, '__dict__', {}).get(node.attr)
-    else:
-        try: value = ast.literal_eval(node)
-        except ValueError: value = None
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return max(values) if values and all(type(o) in (int, float) for o in values) else None
+def wrong_paces(scene):
+    "Schedules for epochs that are stepped for batches, and the other way round"
+    found,n = [],n_batches(scene.trainer.dls.train) if getattr(scene.trainer, 'dls',
+                                                               None) is not None else None
+    for what,mine in steppers(scene):
+        made = _maker(scene, what, mine[0])
+        if made is None or len({*map(_is_of_batch, mine)}) > 1: continue
+        (kind,length,line),decay = made[:3],made[3:]
+        unit = _unit(kind, length, mine[0].callback, n)
+        if unit == 'epoch' and _is_slow(*decay, n): continue
+        if unit is None or unit == ('batch' if _is_of_batch(mine[0]) else 'epoch'): continue
+        text = (_TOO_FAST if unit == 'epoch' else _TOO_SLOW).format(
+            who=said(mine[0]), what=what, kind=kind, length=ast.unparse(length), line=line, n=n or 'many')
+        found.append(Finding('schedule_pace', text, [mine[0].callback]))
+    return found + _short_schedules(scene, n)
 
 # %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #b555f953
-_COMPOUNDS = ('{who} multiplies the rate that is there by `{factor}` ({line}), which changes each '
-              'time, so all factors so far pile up in it. Keep the rate of the beginning, and set '
-              "`group['lr'] = first*factor`.")
-_DECAYS_TWICE = ('{who} changes the rate ({line}), and it comes twice in an epoch, for training and for '
-                 'validation. Do it in `log`, ask `if trainer.training`, or set `on_valid = False`.')
-
-def rates_by_hand(scene):
-    "Rates that are multiplied by what they hold already, or twice in an epoch"
-    has_valid,found = getattr(scene.trainer.dls, 'valid', None) is not None,[]
-    for entry in [o for o in scene.entries if users_own(o)]:
-        tree,_ = method_of(entry)
-        for node,factor in _multiplied_rates(tree) if tree is not None else ():
-            told = dict(who=said(entry), line=line_in(entry, node), factor=ast.unparse(factor))
-            twice = entry.event.endswith('_epoch') and has_valid and 'asks training' not in entry.found.does
-            twice = twice and all(takes_part(entry.callback, entry.event, o) for o in (True, False))
-            if twice: found.append(Finding('schedule_twice', _DECAYS_TWICE.format(**told), [entry.callback]))
-            if _piles_up(factor, node, tree) and _counts(factor, tree, scene, entry):
-                text = _COMPOUNDS.format(**told)
-                found.append(Finding('rate_compounds', text, [entry.callback], spoils=True))
-    return found
-
 def _multiplied_rates(tree):
     "Statements that make a rate of itself and a factor"
     for node in ast.walk(tree):
@@ -217,6 +201,7 @@ def _names_of(target, tree):
     sets = [o for o in ast.walk(tree) if isinstance(o, ast.Assign) and ast.unparse(o.value) == target]
     return [ast.unparse(o.targets[0]) for o in sets]
 
+# %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #12e90b54
 _COUNTERS = {'n_updates', 'batch_num', 'total_updates', 'epoch'}
 _KEEP_COUNT = {'pow', 'exp', 'cos', 'sin', 'sqrt', 'min', 'max', 'float', 'int'} # Of a count, they are one
 
@@ -251,3 +236,25 @@ def _counts(factor, tree, scene, entry):
     nodes = [node for item in mine for node in ast.walk(method_of(item)[0] or ast.Pass())]
     grown = {getattr(o.target, 'attr', '') for o in nodes if isinstance(o, ast.AugAssign)} - {''}
     return bool(names & (_COUNTERS | grown))
+
+# %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #cf8bc6aa
+_COMPOUNDS = ('{who} multiplies the rate that is there by `{factor}` ({line}), which changes each '
+              'time, so all factors so far pile up in it. Keep the rate of the beginning, and set '
+              "`group['lr'] = first*factor`.")
+_DECAYS_TWICE = ('{who} changes the rate ({line}), and it comes twice in an epoch, for training and for '
+                 'validation. Do it in `log`, ask `if trainer.training`, or set `on_valid = False`.')
+
+def rates_by_hand(scene):
+    "Rates that are multiplied by what they hold already, or twice in an epoch"
+    has_valid,found = getattr(scene.trainer.dls, 'valid', None) is not None,[]
+    for entry in [o for o in scene.entries if users_own(o)]:
+        tree,_ = method_of(entry)
+        for node,factor in _multiplied_rates(tree) if tree is not None else ():
+            told = dict(who=said(entry), line=line_in(entry, node), factor=ast.unparse(factor))
+            twice = entry.event.endswith('_epoch') and has_valid and 'asks training' not in entry.found.does
+            twice = twice and all(takes_part(entry.callback, entry.event, o) for o in (True, False))
+            if twice: found.append(Finding('schedule_twice', _DECAYS_TWICE.format(**told), [entry.callback]))
+            if _piles_up(factor, node, tree) and _counts(factor, tree, scene, entry):
+                text = _COMPOUNDS.format(**told)
+                found.append(Finding('rate_compounds', text, [entry.callback], spoils=True))
+    return found
