@@ -52,12 +52,6 @@ def lines_of(
     return _boxed('fit', 0, here, epoch + here('measured', 1) + here('log', 1))
 
 # %% ../../nbs/inspection/11_map_diagram.ipynb #e3e96449
-COLOURS = dict(writes='#e07b20', changes='#9261d8', reads='#2f81d6') # To be read on white and on black
-_TITLES = {'epoch': 'epoch: a pass over a loader', 'backward': 'backward, while training',
-           'step': 'step, while training', 'zero_grad': 'zero_grad, while training'}
-_HEIGHT,_STEP = 24,16 # Of a line; how far a box stands in
-_WIDTH,_NAMES = 760,124 # Of all, and of the names of events
-
 def _text(x, y, text, size=11, **more):
     "A text, with its attributes"
     extra = ''.join(f' {k.replace("_", "-")}="{v}"' for k,v in more.items())
@@ -68,11 +62,15 @@ def _box(x, y, width, height, **more):
     extra = ''.join(f' {k.replace("_", "-")}="{v}"' for k,v in more.items())
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6"{extra}/>'
 
+# %% ../../nbs/inspection/11_map_diagram.ipynb #6a8de1b0
+COLOURS = dict(writes='#e07b20', changes='#9261d8', reads='#2f81d6') # To be read on white and on black
+
 def _kind(entry, attribute):
     "How an entry touches the attribute: its strongest way, or None"
     found = entry.touches(attribute) if attribute else []
     return next((kind for kind in ('writes', 'changes', 'reads') if kind in found), None)
 
+# %% ../../nbs/inspection/11_map_diagram.ipynb #40ba3d97
 def _chips(entries, width):
     "Rows of entries side by side: each with where it begins, and how wide it is"
     rows,used = [[]],0
@@ -82,6 +80,20 @@ def _chips(entries, width):
         rows[-1].append((entry, used, size))
         used += size+6
     return rows
+
+# %% ../../nbs/inspection/11_map_diagram.ipynb #7abf7a4c
+def _told(entry):
+    "What is shown when the mouse rests on a callback"
+    touched = [f'{kind} {" ".join(entry.names(kind))}' for kind in KINDS if entry.names(kind)]
+    if entry.may_leave: touched.append(f'may leave: {entry.may_leave}')
+    if entry.when != entry.event: touched.append(entry.when)
+    return '\n'.join(filter(None, [entry.does, *touched, entry.where]))
+
+# %% ../../nbs/inspection/11_map_diagram.ipynb #49d8f30c
+_TITLES = {'epoch': 'epoch: a pass over a loader', 'backward': 'backward, while training',
+           'step': 'step, while training', 'zero_grad': 'zero_grad, while training'}
+_HEIGHT,_STEP = 24,16 # Of a line; how far a box stands in
+_WIDTH,_NAMES = 760,124 # Of all, and of the names of events
 
 _WAY_OUT = dict(fill='currentColor', fill_opacity=0.6) # At the edge of who may raise a cancel
 
@@ -145,13 +157,6 @@ class Drawing:
             self.touched += 1
             body.append(_text(round(x+width+1), self.y+9, self.touched, 9, fill=colour, font_weight='bold'))
         self.parts.append(f'<g opacity="{0.35 if faint else 1}">{title}{"".join(body)}</g>')
-
-def _told(entry):
-    "What is shown when the mouse rests on a callback"
-    touched = [f'{kind} {" ".join(entry.names(kind))}' for kind in KINDS if entry.names(kind)]
-    if entry.may_leave: touched.append(f'may leave: {entry.may_leave}')
-    if entry.when != entry.event: touched.append(entry.when)
-    return '\n'.join(filter(None, [entry.does, *touched, entry.where]))
 
 # %% ../../nbs/inspection/11_map_diagram.ipynb #ad748208
 _ARROW = ('<defs><marker id="way-out" viewBox="0 0 8 8" refX="4" refY="6" markerWidth="7" markerHeight="7">'
