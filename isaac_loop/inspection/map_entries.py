@@ -20,6 +20,23 @@ from ..loop.plan import Plan
 from ..loop.trainer import Trainer
 
 # %% ../../nbs/inspection/10_map_entries.ipynb #06f8dd86
+def _by_sureness(kind, parts):
+    "Texts such as 'changes weights, mode', and whether they are sure"
+    for sure in (True, False):
+        names = [part for part,is_sure in parts.items() if is_sure is sure]
+        if names: yield f'{kind} {", ".join(names)}'.strip(),sure
+
+def _cancels(cls):
+    "Names of a class and of all that are made of it"
+    yield cls.__name__
+    for other in cls.__subclasses__(): yield from _cancels(other)
+
+def _left_by(name):
+    "What a cancel leaves"
+    found = name.removeprefix('Cancel').removesuffix('Exception').lower()
+    return found if found in ('fit', 'epoch', 'batch', 'step') else name
+
+# %% ../../nbs/inspection/10_map_entries.ipynb #943b13ef
 KINDS = 'reads','writes','changes'
 _WIDTH = 60 # Letters of a condition
 
@@ -91,22 +108,7 @@ class Entry:
             told += [text if sure else f'({text})' for text,sure in _by_sureness(kind, parts)]
         return ' '.join(told)
 
-def _by_sureness(kind, parts):
-    "Texts such as 'changes weights, mode', and whether they are sure"
-    for sure in (True, False):
-        names = [part for part,is_sure in parts.items() if is_sure is sure]
-        if names: yield f'{kind} {", ".join(names)}'.strip(),sure
-
-def _cancels(cls):
-    "Names of a class and of all that are made of it"
-    yield cls.__name__
-    for other in cls.__subclasses__(): yield from _cancels(other)
-
-def _left_by(name):
-    "What a cancel leaves"
-    found = name.removeprefix('Cancel').removesuffix('Exception').lower()
-    return found if found in ('fit', 'epoch', 'batch', 'step') else name
-
+# %% ../../nbs/inspection/10_map_entries.ipynb #ee432fbe
 _LOOP = { # By event before which it happens, or by step after which: writes, and changes in place
     'before_fit': ('opt lr n_epochs epochs n_updates updates_per_epoch stop_reason', 'history'),
     'before_epoch': ('epoch dl batches n_batches start_batch', 'model history'),
@@ -131,8 +133,6 @@ def loops_entry(event):
     return Entry(event, None, found)
 
 # %% ../../nbs/inspection/10_map_entries.ipynb #46e40aa9
-_PASSES = {(True, False): 'training only', (False, True): 'validation only'}
-
 def _handlers(trainer):
     "For each event its handlers, as pairs of callback and what it does there"
     plan = Plan(type(trainer))
@@ -153,6 +153,7 @@ def _behind(handler):
     sees = isinstance(owner, TrainersOwn) and handler.__name__ == '_see_batch'
     return getattr(owner.trainer_class, 'before_batch', None) if sees else handler
 
+# %% ../../nbs/inspection/10_map_entries.ipynb #97c5e7f6
 def _in_order(events):
     "Events as they come: those of a subclass, whose place nobody knows, before `after_batch`"
     at = EVENTS.index('after_batch')
@@ -176,6 +177,9 @@ def _own_loops(trainer, event, optimizers):
         effects = Reader(trainer, owner, optimizers).read(f)
         found.append(Entry(event, owner, effects, *told, loop=name.strip('_')))
     return found
+
+# %% ../../nbs/inspection/10_map_entries.ipynb #90c70ad0
+_PASSES = {(True, False): 'training only', (False, True): 'validation only'}
 
 def all_entries(
     trainer, # Is only looked at
