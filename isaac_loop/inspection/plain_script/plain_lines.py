@@ -129,19 +129,22 @@ def is_pure(
     acts = goes_through or any(isinstance(o, (ast.NamedExpr, ast.Await, ast.Yield)) for o in nodes)
     return names <= _PURE and not acts
 
-def without_unused(
-    block:list, # Statements of a function
-)->list:
-    "Leave out assignments to variables that nothing reads"
-    while True:
-        own = {id(name) for node in within(block) for name in _of_itself(node)}
-        inner = [name for node in block for name in ast.walk(node) if isinstance(name, ast.Name)]
-        names = [o for o in inner if id(o) not in own]
-        used = {o.id for o in names if not isinstance(o.ctx, ast.Store)} | _in_place(block)
-        kept = _kept(block, used, False, any(catches(inner) for node in block for inner in ast.walk(node)))
-        if kept is None: return block
-        block = kept
+# %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #a4d8af7b
+def only_target(
+    node:ast.stmt, # Any
+)->str: # None if it does something else
+    "The name that an assignment gives a value, if that is all it does"
+    if isinstance(node, ast.AugAssign): targets = [node.target]
+    else: targets = node.targets if isinstance(node, ast.Assign) else []
+    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
 
+def _of_itself(node):
+    "Where an assignment reads what it sets"
+    target = only_target(node)
+    if target is None or not is_pure(node.value): return []
+    return [o for o in ast.walk(node.value) if isinstance(o, ast.Name) and o.id == target]
+
+# %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #93b4f191
 def _in_place(block):
     "Names that are added to and may hold more than a number, so that others see it"
     nodes = [inner for node in block for inner in ast.walk(node)]
@@ -155,6 +158,7 @@ def _in_place(block):
 
 def _is_number(node): return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
+# %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #04097e5d
 def catches(
     node:ast.stmt, # Any
 )->bool:
@@ -169,6 +173,20 @@ def cannot_fail(
     "Whether an expression is no more than names and constants"
     if isinstance(value, (ast.Tuple, ast.List)): return all(map(cannot_fail, value.elts))
     return isinstance(value, (ast.Constant, ast.Name))
+
+# %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #0ce61125
+def without_unused(
+    block:list, # Statements of a function
+)->list:
+    "Leave out assignments to variables that nothing reads"
+    while True:
+        own = {id(name) for node in within(block) for name in _of_itself(node)}
+        inner = [name for node in block for name in ast.walk(node) if isinstance(name, ast.Name)]
+        names = [o for o in inner if id(o) not in own]
+        used = {o.id for o in names if not isinstance(o.ctx, ast.Store)} | _in_place(block)
+        kept = _kept(block, used, False, any(catches(inner) for node in block for inner in ast.walk(node)))
+        if kept is None: return block
+        block = kept
 
 def _kept(block, used, caught, in_functions):
     "`block` without assignments to names that are not `used`; None if there are none"
@@ -195,31 +213,41 @@ def _kept(block, used, caught, in_functions):
             node.body = [_like(node, ast.Pass())]
     return found if changed else None
 
-def _of_itself(node):
-    "Where an assignment reads what it sets"
-    target = only_target(node)
-    if target is None or not is_pure(node.value): return []
-    return [o for o in ast.walk(node.value) if isinstance(o, ast.Name) and o.id == target]
-
-def only_target(
-    node:ast.stmt, # Any
-)->str: # None if it does something else
-    "The name that an assignment gives a value, if that is all it does"
-    if isinstance(node, ast.AugAssign): targets = [node.target]
-    else: targets = node.targets if isinstance(node, ast.Assign) else []
-    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
-
 # %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #f0ff06e1
+def _names_in(tree, ctx=ast.expr_context):
+    return {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ctx)}
+
+def _fixed_names(nodes):
+    "Names to which nothing but numbers and answers to questions are given"
+    plain = [o for o in nodes if only_target(o) and _is_fixed(o.value)]
+    known = {id(getattr(o, 'target', None) or o.targets[0]) for o in plain}
+    stored = [o for o in nodes if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)]
+    others = {o.id for o in stored if id(o) not in known} | {o.arg for o in nodes if isinstance(o, ast.arg)}
+    return {only_target(o) for o in plain} - others
+
+def _is_fixed(value):
+    "Whether a value is a number or the answer to a question, which nobody can change in place"
+    if isinstance(value, ast.BoolOp): return all(map(_is_fixed, value.values))
+    is_not = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)
+    return isinstance(value, (ast.Constant, ast.Compare)) or is_not
+
+# %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #5e73ad79
+# Contexts of which two in a row are as good as one
+_LASTING = ('torch.autocast', 'torch.no_grad', 'torch.enable_grad', 'torch.inference_mode',
+            'torch.set_grad_enabled')
+
+def _lasts(item):
+    "Whether a context is the same if it is entered again"
+    call = item.context_expr
+    return isinstance(call, ast.Call) and ast.unparse(call.func) in _LASTING and item.optional_vars is None
+
+# %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #1deece73
 def joined(
     block:list, # Statements
     contexts:bool=True, # Join `with` blocks as well?
 )->list:
     "Join neighbours under the same condition or in the same context"
     return _Joining(block, contexts).block(block)
-
-# Contexts of which two in a row are as good as one
-_LASTING = ('torch.autocast', 'torch.no_grad', 'torch.enable_grad', 'torch.inference_mode',
-            'torch.set_grad_enabled')
 
 class _Joining:
     "Joins neighbours in a script"
@@ -260,28 +288,6 @@ class _Joining:
         if isinstance(a, ast.With): return self.contexts and all(map(_lasts, a.items))
         test = a.test.operand if isinstance(a.test, ast.UnaryOp) else a.test
         return not (a.orelse or b.orelse) and isinstance(test, ast.Name) and test.id in self.flags
-
-def _names_in(tree, ctx=ast.expr_context):
-    return {o.id for o in ast.walk(tree) if isinstance(o, ast.Name) and isinstance(o.ctx, ctx)}
-
-def _fixed_names(nodes):
-    "Names to which nothing but numbers and answers to questions are given"
-    plain = [o for o in nodes if only_target(o) and _is_fixed(o.value)]
-    known = {id(getattr(o, 'target', None) or o.targets[0]) for o in plain}
-    stored = [o for o in nodes if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Store)]
-    others = {o.id for o in stored if id(o) not in known} | {o.arg for o in nodes if isinstance(o, ast.arg)}
-    return {only_target(o) for o in plain} - others
-
-def _lasts(item):
-    "Whether a context is the same if it is entered again"
-    call = item.context_expr
-    return isinstance(call, ast.Call) and ast.unparse(call.func) in _LASTING and item.optional_vars is None
-
-def _is_fixed(value):
-    "Whether a value is a number or the answer to a question, which nobody can change in place"
-    if isinstance(value, ast.BoolOp): return all(map(_is_fixed, value.values))
-    is_not = isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not)
-    return isinstance(value, (ast.Constant, ast.Compare)) or is_not
 
 # %% ../../../nbs/inspection/plain_script/04_plain_lines.ipynb #05a08b21
 class Simpler(ast.NodeTransformer):
