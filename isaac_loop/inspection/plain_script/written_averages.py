@@ -13,13 +13,6 @@ from isaac_loop.inspection.plain_script.written_steps import Lines
 from isaac_loop.loop.handlers import has_own_batch
 
 # %% ../../../nbs/inspection/plain_script/22_written_averages.ipynb #aab9e4c7
-_TAKE_IN = '''
-def take_in(averages, weights, n):
-    "The average forgets faster at first"
-    n = n.item()
-    get_ema_multi_avg_fn(min(DECAY, (1 + n) / (10 + n)))(averages, weights, n)
-'''
-
 _EXCHANGE = '''
 def exchange(model, average):
     "Let each of two copies of a model have the weights and buffers of the other"
@@ -64,6 +57,14 @@ class Averaging(Lines):
         if not kept: return ''
         return f'if {average}.n_averaged:\n    model.load_state_dict({average}.module.state_dict())'
 
+# %% ../../../nbs/inspection/plain_script/22_written_averages.ipynb #8c55ad09
+_TAKE_IN = '''
+def take_in(averages, weights, n):
+    "The average forgets faster at first"
+    n = n.item()
+    get_ema_multi_avg_fn(min(DECAY, (1 + n) / (10 + n)))(averages, weights, n)
+'''
+
 class EMA(Averaging):
     "An exponential moving average"
     names = {'average': ('ema',)}
@@ -76,6 +77,7 @@ class EMA(Averaging):
 
     def after_step(self): return f'{self.variable()}.update_parameters(model)'
 
+# %% ../../../nbs/inspection/plain_script/22_written_averages.ipynb #26adaf94
 _NORMS = ('it measures batch norm anew after the fit',
           'Use `SWACB(update_bn=False)`, or call `torch.optim.swa_utils.update_bn` afterwards')
 
