@@ -16,35 +16,47 @@ from isaac_loop.inspection.plain_script.script_names import NoSource, address, i
 from isaac_loop.inspection.plain_script.script_names import wrappers, written_function
 
 # %% ../../../nbs/inspection/plain_script/01_read_sources.ipynb #907f3c2c
-def source_of(
-    f, # A function or a class
-)->ast.AST: # A `NoSource` if it cannot be read
-    "The tree of a function, a class or a lambda, with the decorators that belong to it"
-    if is_lambda(f): return with_private_names(_lambda_tree(f), f)
-    function = written_function(f)
-    tree = syntax_tree(getattr(function, '__code__', function))
-    if tree is None: raise NoSource(f'the source of `{f.__name__}` cannot be read')
-    node = tree.body[0]
-    if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        raise NoSource(f'`{f.__name__}` has no definition of its own')
-    if isinstance(node, ast.ClassDef): return node
-    node.decorator_list = _decorators(node, f) if function is not f else []
-    return with_private_names(node, function)
-
 def is_lambda(
     f, # A function or a class
 )->bool:
     "Whether something is a lambda, and not what a decorator has made of one under its name"
     return isinstance(f, FunctionType) and f.__code__.co_name == '<lambda>'
 
-def _decorators(node, f):
-    "Those of installed packages that have put something around a function"
-    around,known = wrappers(f),inspect.unwrap(f)
-    found = node.decorator_list[len(node.decorator_list)-len(around):]
-    is_plain = all(written_function(o) is known for o in around) and len(found) == len(around)
-    if is_plain and all(is_foreign(o, known) for o in found): return found
-    raise NoSource(f'what is put around `{f.__name__}` cannot be read from its source')
+def _lambda_tree(f):
+    "The lambda at the place in the file where `f` was made"
+    try: tree = ast.parse(''.join(inspect.findsource(f)[0]))
+    except (OSError, TypeError, SyntaxError):
+        raise NoSource('the source of a lambda cannot be read') from None
+    places = [o for o in f.__code__.co_positions() if None not in o and o[2:] != (0, 0)]
+    start,end = min((o[0], o[2]) for o in places),max((o[1], o[3]) for o in places)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Lambda): continue
+        body = node.body
+        around = (body.lineno, body.col_offset) <= start and end <= (body.end_lineno, body.end_col_offset)
+        if around: found = node # The innermost comes last
+    return found
 
+# %% ../../../nbs/inspection/plain_script/01_read_sources.ipynb #c8a9a08a
+def with_private_names(
+    tree:ast.AST, # Of `f`; its names are changed
+    f:FunctionType, # A method, perhaps
+)->ast.AST: # The same
+    "The source of a method with private names, such as `__k`, as they are called outside of their class"
+    known = _names_in(f.__code__)
+    for node in ast.walk(tree):
+        key = {ast.Attribute: 'attr', ast.Name: 'id'}.get(type(node))
+        name = getattr(node, key) if key else ''
+        if not name.startswith('__') or name.endswith('__'): continue
+        whole = [o for o in known if o.endswith(name) and o[0] == '_' and o[1:2] != '_']
+        if whole: setattr(node, key, min(whole, key=len))
+    return tree
+
+def _names_in(code):
+    "All names in a piece of code that are not variables of it"
+    inner = [o for o in code.co_consts if hasattr(o, 'co_names')]
+    return {*code.co_names}.union(*map(_names_in, inner))
+
+# %% ../../../nbs/inspection/plain_script/01_read_sources.ipynb #3bd73a97
 def is_foreign(
     decorator:ast.expr, # As it stands above a function or a class
     f, # That one
@@ -66,38 +78,29 @@ def _of_package(value):
     if callable(value) and address(value): return value
     raise LookupError
 
-def with_private_names(
-    tree:ast.AST, # Of `f`; its names are changed
-    f:FunctionType, # A method, perhaps
-)->ast.AST: # The same
-    "The source of a method with private names, such as `__k`, as they are called outside of their class"
-    known = _names_in(f.__code__)
-    for node in ast.walk(tree):
-        key = {ast.Attribute: 'attr', ast.Name: 'id'}.get(type(node))
-        name = getattr(node, key) if key else ''
-        if not name.startswith('__') or name.endswith('__'): continue
-        whole = [o for o in known if o.endswith(name) and o[0] == '_' and o[1:2] != '_']
-        if whole: setattr(node, key, min(whole, key=len))
-    return tree
+# %% ../../../nbs/inspection/plain_script/01_read_sources.ipynb #820bcb19
+def source_of(
+    f, # A function or a class
+)->ast.AST: # A `NoSource` if it cannot be read
+    "The tree of a function, a class or a lambda, with the decorators that belong to it"
+    if is_lambda(f): return with_private_names(_lambda_tree(f), f)
+    function = written_function(f)
+    tree = syntax_tree(getattr(function, '__code__', function))
+    if tree is None: raise NoSource(f'the source of `{f.__name__}` cannot be read')
+    node = tree.body[0]
+    if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        raise NoSource(f'`{f.__name__}` has no definition of its own')
+    if isinstance(node, ast.ClassDef): return node
+    node.decorator_list = _decorators(node, f) if function is not f else []
+    return with_private_names(node, function)
 
-def _names_in(code):
-    "All names in a piece of code that are not variables of it"
-    inner = [o for o in code.co_consts if hasattr(o, 'co_names')]
-    return {*code.co_names}.union(*map(_names_in, inner))
-
-def _lambda_tree(f):
-    "The lambda at the place in the file where `f` was made"
-    try: tree = ast.parse(''.join(inspect.findsource(f)[0]))
-    except (OSError, TypeError, SyntaxError):
-        raise NoSource('the source of a lambda cannot be read') from None
-    places = [o for o in f.__code__.co_positions() if None not in o and o[2:] != (0, 0)]
-    start,end = min((o[0], o[2]) for o in places),max((o[1], o[3]) for o in places)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Lambda): continue
-        body = node.body
-        around = (body.lineno, body.col_offset) <= start and end <= (body.end_lineno, body.end_col_offset)
-        if around: found = node # The innermost comes last
-    return found
+def _decorators(node, f):
+    "Those of installed packages that have put something around a function"
+    around,known = wrappers(f),inspect.unwrap(f)
+    found = node.decorator_list[len(node.decorator_list)-len(around):]
+    is_plain = all(written_function(o) is known for o in around) and len(found) == len(around)
+    if is_plain and all(is_foreign(o, known) for o in found): return found
+    raise NoSource(f'what is put around `{f.__name__}` cannot be read from its source')
 
 # %% ../../../nbs/inspection/plain_script/01_read_sources.ipynb #d045e205
 def has_state(
