@@ -46,22 +46,6 @@ def _comes_by_itself(name, held, cls):
     return is_special or isinstance(held, MemberDescriptorType)
 
 # %% ../../../nbs/inspection/plain_script/02_made_classes.ipynb #e761df85
-def changed_member(
-    tree:ast.ClassDef, # The source of `cls`
-    cls:type, # A class
-    first:int=None, # The line of its file in which `tree` begins
-)->str: # None if all is as it was made
-    "What of a class running its source would perhaps not make again"
-    if first is None: first = inspect.getsourcelines(cls)[1]
-    try: made = _members(tree, cls)
-    except LookupError: return 'body'
-    if not _is_made_plainly(tree, cls): return 'decorator or base'
-    for name,nodes in made.items():
-        try:
-            if not _is_as_made(name, nodes, cls, first): return name
-        except (LookupError, TypeError, ValueError, ZeroDivisionError): return name
-    return next((k for k,o in vars(cls).items() if k not in made and not _comes_by_itself(k, o, cls)), None)
-
 def _members(tree, cls):
     "By name: the statements or expressions that make it"
     found = {}
@@ -86,6 +70,7 @@ def _private(name, cls):
     is_private = name.startswith('__') and not name.endswith('__')
     return f'_{cls.__name__.lstrip("_")}{name}' if is_private else name
 
+# %% ../../../nbs/inspection/plain_script/02_made_classes.ipynb #51270199
 def _is_made_plainly(tree, cls):
     "Whether decorators are of installed packages, and bases those that the source names now"
     def look(name): return value_of(name, cls)
@@ -97,6 +82,7 @@ def _is_made_plainly(tree, cls):
     known = [o for o in kinds if isinstance(o, type)]
     return all(o in cls.__bases__ for o in known) and all(is_plain(o) or address(o) for o in further)
 
+# %% ../../../nbs/inspection/plain_script/02_made_classes.ipynb #76f6698a
 def _is_as_made(name, nodes, cls, first):
     "Whether a class holds under a name what some statements of its source would make"
     held,look = vars(cls).get(name, MISSING),lambda wanted: _seen_in(cls, wanted)
@@ -121,3 +107,20 @@ def _seen_in(cls, name):
     return vars(cls)[name] if name in vars(cls) else value_of(name, cls)
 
 def _line(node): return min(o.lineno for o in (node, *node.decorator_list))
+
+# %% ../../../nbs/inspection/plain_script/02_made_classes.ipynb #8e23eee9
+def changed_member(
+    tree:ast.ClassDef, # The source of `cls`
+    cls:type, # A class
+    first:int=None, # The line of its file in which `tree` begins
+)->str: # None if all is as it was made
+    "What of a class running its source would perhaps not make again"
+    if first is None: first = inspect.getsourcelines(cls)[1]
+    try: made = _members(tree, cls)
+    except LookupError: return 'body'
+    if not _is_made_plainly(tree, cls): return 'decorator or base'
+    for name,nodes in made.items():
+        try:
+            if not _is_as_made(name, nodes, cls, first): return name
+        except (LookupError, TypeError, ValueError, ZeroDivisionError): return name
+    return next((k for k,o in vars(cls).items() if k not in made and not _comes_by_itself(k, o, cls)), None)
