@@ -50,30 +50,35 @@ def _cuts(line):
     return sorted(cut for level in (1, 2, 3) for cut in places.get(level, []))
 
 # %% ../../../nbs/inspection/plain_script/06_printed_lines.ipynb #49cb553e
-def printed(
-    block:list, # Statements
-    indent:int=0, # Spaces before each line
-    origin:str=None, # Of the statement that the block belongs to, and that was named there
-)->list: # Lines
-    "The text of statements, with comments that say where they come from"
-    found,told,i = [],origin,0
-    while i < len(block):
-        run = [block[i]]
-        while i+len(run) < len(block) and _goes_on(run[0], block[i+len(run)]): run.append(block[i+len(run)])
-        new = run[0].origin if run[0].origin != told else None
-        if getattr(run[0], 'apart', False) and found and found[-1]: found.append('')
-        if all(isinstance(node, Comment) for node in run): new = None
-        if new and len(run) > 1: found.append(f'{" "*indent}# {new}')
-        for node in run:
-            defines = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and indent
-            if defines and found and not found[-1].lstrip().startswith('#'): found.append('')
-            found += _statement(node, indent, new if len(run) == 1 else None) + ['']*bool(defines)
-        told,i = run[0].origin,i+len(run)
-    if indent and all(isinstance(node, Comment) for node in block): found.append(f'{" "*indent}pass')
-    return found[:-1] if found and not found[-1] else found
+def source(
+    node:ast.AST, # A statement or an expression
+)->str:
+    "The text of a statement, without brackets that nobody would write"
+    text = ast.unparse(ast.fix_missing_locations(node))
+    constant = node.value if isinstance(node, ast.Expr) else None
+    if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+        return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in text else text
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and node.value.elts:
+        values = ast.unparse(node.value)
+        text = text.removesuffix(values) + values[1:-1]
+    for call in [o for o in ast.walk(node) if isinstance(o, ast.Call)]:
+        alone = len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.GeneratorExp)
+        if alone: text = text.replace(f'({ast.unparse(call.args[0])})', ast.unparse(call.args[0]))
+    return text
 
-def _goes_on(first, node): return node.origin == first.origin and not getattr(node, 'apart', False)
+# %% ../../../nbs/inspection/plain_script/06_printed_lines.ipynb #c1cc99ee
+def _unparsed(node, indent):
+    "The lines of a statement, none too long"
+    return [part for line in source(node).splitlines() for part in broken(' '*indent + line)]
 
+def _commented(found, comment):
+    "Lines with a comment, behind the first if there is room"
+    if not comment: return found
+    if len(found) == 1 and len(found[0]) + len(comment) + 4 <= WIDTH: return [f'{found[0]}  # {comment}']
+    indent = len(found[0]) - len(found[0].lstrip())
+    return [f'{" "*indent}# {comment}', *found]
+
+# %% ../../../nbs/inspection/plain_script/06_printed_lines.ipynb #bc19ebb3
 def _statement(node, indent, comment):
     "The lines of one statement"
     if isinstance(node, Comment):
@@ -103,29 +108,27 @@ def _statement(node, indent, comment):
         if inner: found += [' '*indent + word] + printed(inner, indent+4, node.origin)
     return found
 
-def _unparsed(node, indent):
-    "The lines of a statement, none too long"
-    return [part for line in source(node).splitlines() for part in broken(' '*indent + line)]
+# %% ../../../nbs/inspection/plain_script/06_printed_lines.ipynb #8d34b2df
+def printed(
+    block:list, # Statements
+    indent:int=0, # Spaces before each line
+    origin:str=None, # Of the statement that the block belongs to, and that was named there
+)->list: # Lines
+    "The text of statements, with comments that say where they come from"
+    found,told,i = [],origin,0
+    while i < len(block):
+        run = [block[i]]
+        while i+len(run) < len(block) and _goes_on(run[0], block[i+len(run)]): run.append(block[i+len(run)])
+        new = run[0].origin if run[0].origin != told else None
+        if getattr(run[0], 'apart', False) and found and found[-1]: found.append('')
+        if all(isinstance(node, Comment) for node in run): new = None
+        if new and len(run) > 1: found.append(f'{" "*indent}# {new}')
+        for node in run:
+            defines = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and indent
+            if defines and found and not found[-1].lstrip().startswith('#'): found.append('')
+            found += _statement(node, indent, new if len(run) == 1 else None) + ['']*bool(defines)
+        told,i = run[0].origin,i+len(run)
+    if indent and all(isinstance(node, Comment) for node in block): found.append(f'{" "*indent}pass')
+    return found[:-1] if found and not found[-1] else found
 
-def source(
-    node:ast.AST, # A statement or an expression
-)->str:
-    "The text of a statement, without brackets that nobody would write"
-    text = ast.unparse(ast.fix_missing_locations(node))
-    constant = node.value if isinstance(node, ast.Expr) else None
-    if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
-        return f'"{text[1:-1]}"' if text[0] == "'" and '"' not in text else text
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and node.value.elts:
-        values = ast.unparse(node.value)
-        text = text.removesuffix(values) + values[1:-1]
-    for call in [o for o in ast.walk(node) if isinstance(o, ast.Call)]:
-        alone = len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.GeneratorExp)
-        if alone: text = text.replace(f'({ast.unparse(call.args[0])})', ast.unparse(call.args[0]))
-    return text
-
-def _commented(found, comment):
-    "Lines with a comment, behind the first if there is room"
-    if not comment: return found
-    if len(found) == 1 and len(found[0]) + len(comment) + 4 <= WIDTH: return [f'{found[0]}  # {comment}']
-    indent = len(found[0]) - len(found[0].lstrip())
-    return [f'{" "*indent}# {comment}', *found]
+def _goes_on(first, node): return node.origin == first.origin and not getattr(node, 'apart', False)
