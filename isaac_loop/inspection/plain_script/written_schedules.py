@@ -50,6 +50,7 @@ class EpochScheduler(Scheduler):
     "Stepped after every epoch"
     def log(self): return self.stepped()
 
+# %% ../../../nbs/inspection/plain_script/24_written_schedules.ipynb #2c5cb275
 class OneCycle(BatchScheduler):
     "One cycle over the whole fit"
     def made(self):
@@ -68,6 +69,7 @@ class OneCycle(BatchScheduler):
         name = self.name('scheduler')
         return f'if {name}.last_epoch < {name}.total_steps - 1:\n    {name}.step()'
 
+# %% ../../../nbs/inspection/plain_script/24_written_schedules.ipynb #6d68bdb6
 class Step(EpochScheduler):
     "A factor after some epochs"
     def made(self):
@@ -82,6 +84,7 @@ class Step(EpochScheduler):
                 f'for group, before in zip(opt.param_groups, {rates}):\n'
                 f"    if group['lr'] < min(before, {least!r}):\n        group['lr'] = before")
 
+# %% ../../../nbs/inspection/plain_script/24_written_schedules.ipynb #e38da376
 class Plateau(EpochScheduler, Watches):
     "A factor when there is no improvement"
     silent = 'after_fit','cleanup_fit','measured'
@@ -120,6 +123,7 @@ class Factor(BatchScheduler):
         start = '1 / (warmup + 1)' if self.cb.start_factor is None else repr(self.cb.start_factor)
         return f'        start = {start}\n        return start + (1 - start) * update / warmup\n'
 
+# %% ../../../nbs/inspection/plain_script/24_written_schedules.ipynb #1827f856
 _CYCLES = ('it decays in several cycles',
            'Use `CosineAnnealingWarmRestarts` of PyTorch with `BatchSchedulerCB`')
 
@@ -146,6 +150,7 @@ class Warmup(Factor):
             f'    done = min(update - {warmup} - {hold}, {length})\n{progress}'
             f'    return {cb.end_factor!r} + (1 - {cb.end_factor!r}) * ({left})\n')
 
+# %% ../../../nbs/inspection/plain_script/24_written_schedules.ipynb #950bc1b3
 _SEVERAL = 'it has several decays', 'Use `n_decays=1`'
 
 class WSD(Factor):
