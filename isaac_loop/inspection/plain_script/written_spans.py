@@ -124,6 +124,45 @@ def _refused_at(self:Writing, origin):
     return self._refused(known.get(name, TrainersOwn(type(self.trainer))), event, _NOT_FLAT)
 
 # %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #15763903
+_WAYS = 'batch','epoch','fit' # From the shortest to the farthest
+_NOT_SO_FAR = ('it leaves the {}, perhaps where the {} is being left already, and that goes farther',
+               'Leave it before the cleanups')
+_OVER = 'it leaves the {} when that is over, which is an error', 'Leave it in `after_{}`'
+
+def _wrong_way(before, cleanup, event):
+    "Why a cleanup may not leave as it does after what was `before`; None if it may"
+    others,own = ([way for way in _WAYS if leaves(block, way)] for block in (before, cleanup))
+    n_over = next((i for i,way in enumerate(_WAYS, 1) if SPANS[way].cleanup == event), 0)
+    nearest = own[0]
+    if nearest in _WAYS[:n_over]: return NotWritten(*(text.format(nearest) for text in _OVER))
+    if not others or _WAYS.index(nearest) >= _WAYS.index(others[-1]): return None
+    return NotWritten(_NOT_SO_FAR[0].format(nearest, others[-1]), _NOT_SO_FAR[1])
+
+# %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #842f5c31
+@patch
+def with_cleanups(self:Writing,
+    block:list, # Statements
+    cleanups:list, # Pairs of callback and statements
+    event:str, # At which these come
+    method:str, # Of the trainer
+)->list: # Statements
+    "The body of a span, and its cleanups, which run whatever happens in the body and in one another"
+    found = []
+    for cb,cleanup in cleanups:
+        fault = leaves(cleanup, *_WAYS) and _wrong_way(block+found, cleanup, event)
+        if fault: cleanup = self._refused(cb, event, fault)
+        found = found+cleanup
+        if leaves(cleanup, *_WAYS): block,found = _in_any_case(block, found, method),[]
+    return _in_any_case(block, found, method)
+
+def _in_any_case(block, cleanup, method):
+    return guarded(block, cleanup, method) if leaves(block, *_WAYS) else block+cleanup
+
+def guarded(block, cleanup, method):
+    "Statements, and others that run in any case"
+    return coming_from([ast.Try(block, [], [], cleanup)], f'Trainer.{method}') if cleanup else block
+
+# %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #3fad120b
 def _is_step(node): return isinstance(node, Leave) and node.span == 'step'
 
 @patch
@@ -144,43 +183,7 @@ def _assembled(self:Writing, befores, core, cleanups, event):
         break
     return self.with_cleanups(self.flat(block+core, _is_step), rest, event, 'run_callbacks')
 
-_WAYS = 'batch','epoch','fit' # From the shortest to the farthest
-_NOT_SO_FAR = ('it leaves the {}, perhaps where the {} is being left already, and that goes farther',
-               'Leave it before the cleanups')
-_OVER = 'it leaves the {} when that is over, which is an error', 'Leave it in `after_{}`'
-
-@patch
-def with_cleanups(self:Writing,
-    block:list, # Statements
-    cleanups:list, # Pairs of callback and statements
-    event:str, # At which these come
-    method:str, # Of the trainer
-)->list: # Statements
-    "The body of a span, and its cleanups, which run whatever happens in the body and in one another"
-    found = []
-    for cb,cleanup in cleanups:
-        fault = leaves(cleanup, *_WAYS) and _wrong_way(block+found, cleanup, event)
-        if fault: cleanup = self._refused(cb, event, fault)
-        found = found+cleanup
-        if leaves(cleanup, *_WAYS): block,found = _in_any_case(block, found, method),[]
-    return _in_any_case(block, found, method)
-
-def _in_any_case(block, cleanup, method):
-    return guarded(block, cleanup, method) if leaves(block, *_WAYS) else block+cleanup
-
-def _wrong_way(before, cleanup, event):
-    "Why a cleanup may not leave as it does after what was `before`; None if it may"
-    others,own = ([way for way in _WAYS if leaves(block, way)] for block in (before, cleanup))
-    n_over = next((i for i,way in enumerate(_WAYS, 1) if SPANS[way].cleanup == event), 0)
-    nearest = own[0]
-    if nearest in _WAYS[:n_over]: return NotWritten(*(text.format(nearest) for text in _OVER))
-    if not others or _WAYS.index(nearest) >= _WAYS.index(others[-1]): return None
-    return NotWritten(_NOT_SO_FAR[0].format(nearest, others[-1]), _NOT_SO_FAR[1])
-
-def guarded(block, cleanup, method):
-    "Statements, and others that run in any case"
-    return coming_from([ast.Try(block, [], [], cleanup)], f'Trainer.{method}') if cleanup else block
-
+# %% ../../../nbs/inspection/plain_script/28_written_spans.ipynb #c774fec3
 @patch
 def step(self:Writing, name)->list: # Statements
     "One step, with what runs around it"
