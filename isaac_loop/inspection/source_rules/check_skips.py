@@ -17,22 +17,6 @@ from .own_sources import forwards
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/36_check_skips.ipynb #b1428f6e
-_CHANGED = ('{who} gives `{name}` to an activation that works in place ({line}), and reads it again '
-            '({again}), so what it adds or takes there is what came out of the activation, and not `{name}`. '
-            'Leave `inplace=True` out.')
-
-def inputs_changed_in_place(scene):
-    "Tensors of a forward that an activation has changed before they are read again"
-    for source in forwards(scene):
-        if not isinstance(source.tree, ast.FunctionDef): continue
-        for node in [o for o in ast.walk(source.tree) if isinstance(o, ast.Call)]:
-            name = _changed(node, source)
-            again = _read_again(node, name, source.tree) if name else None
-            if again is None: continue
-            told = dict(name=name, line=source.line(node), again=source.line(again))
-            return [Finding('skip_changed', _CHANGED.format(who=source.said, **told))]
-    return []
-
 def _changed(node, source):
     "The name of what a call of an activation changes in place; empty for anything else"
     f,first = node.func,node.args[0] if node.args else None
@@ -61,26 +45,7 @@ def _made_in_place(node, source):
     is_layer = isinstance(cls, type) and issubclass(cls, nn.Module) and hasattr(F, called(node).lower())
     return is_layer and _is_told(node)
 
-def _read_again(node, name, tree):
-    "Where a name is read after a call, before it is set anew; None if it is not"
-    statements = [o for o in ast.walk(tree) if isinstance(o, ast.stmt) and not hasattr(o, 'body')]
-    own = next((o for o in statements if any(part is node for part in ast.walk(o))), None)
-    if own is None or isinstance(own, ast.Expr): return None # Who drops what comes out means the change
-    also = {name} | _aliases(name, statements, own)
-    inside = {id(o) for o in ast.walk(node)}
-    sums = [o for o in _read_in(own, also) if id(o) not in inside and _is_summand(o, own)]
-    if sums: return sums[0]
-    also -= _names_set(own) # They are others from here on
-    for one in _behind(own, statements, tree):
-        reads = _read_in(one, also)
-        if reads: return reads[0]
-        also -= _names_set(one)
-    return None
-
-def _read_in(node, names):
-    reads = [o for o in ast.walk(node) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)]
-    return [o for o in reads if o.id in names]
-
+# %% ../../../nbs/inspection/source_rules/36_check_skips.ipynb #732ef020
 def _behind(own, statements, tree):
     "The statements that may come after one, in their order"
     if isinstance(own, (ast.Return, ast.Raise)): return []
@@ -106,7 +71,45 @@ def _names_set(node):
     parts = [part for target in targets for part in ast.walk(target)]
     return {o.id for o in parts if isinstance(o, ast.Name)}
 
+def _read_in(node, names):
+    reads = [o for o in ast.walk(node) if isinstance(o, ast.Name) and isinstance(o.ctx, ast.Load)]
+    return [o for o in reads if o.id in names]
+
+# %% ../../../nbs/inspection/source_rules/36_check_skips.ipynb #2d131900
+def _read_again(node, name, tree):
+    "Where a name is read after a call, before it is set anew; None if it is not"
+    statements = [o for o in ast.walk(tree) if isinstance(o, ast.stmt) and not hasattr(o, 'body')]
+    own = next((o for o in statements if any(part is node for part in ast.walk(o))), None)
+    if own is None or isinstance(own, ast.Expr): return None # Who drops what comes out means the change
+    also = {name} | _aliases(name, statements, own)
+    inside = {id(o) for o in ast.walk(node)}
+    sums = [o for o in _read_in(own, also) if id(o) not in inside and _is_summand(o, own)]
+    if sums: return sums[0]
+    also -= _names_set(own) # They are others from here on
+    for one in _behind(own, statements, tree):
+        reads = _read_in(one, also)
+        if reads: return reads[0]
+        also -= _names_set(one)
+    return None
+
 def _is_summand(name, statement):
     "Whether a name stands in a sum itself, which is taken when all of it is computed"
     sums = [o for o in ast.walk(statement) if isinstance(o, ast.BinOp)]
     return any(side is name for item in sums for side in (item.left, item.right))
+
+# %% ../../../nbs/inspection/source_rules/36_check_skips.ipynb #f888c5c5
+_CHANGED = ('{who} gives `{name}` to an activation that works in place ({line}), and reads it again '
+            '({again}), so what it adds or takes there is what came out of the activation, and not `{name}`. '
+            'Leave `inplace=True` out.')
+
+def inputs_changed_in_place(scene):
+    "Tensors of a forward that an activation has changed before they are read again"
+    for source in forwards(scene):
+        if not isinstance(source.tree, ast.FunctionDef): continue
+        for node in [o for o in ast.walk(source.tree) if isinstance(o, ast.Call)]:
+            name = _changed(node, source)
+            again = _read_again(node, name, source.tree) if name else None
+            if again is None: continue
+            told = dict(name=name, line=source.line(node), again=source.line(again))
+            return [Finding('skip_changed', _CHANGED.format(who=source.said, **told))]
+    return []
