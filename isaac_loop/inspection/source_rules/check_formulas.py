@@ -19,10 +19,6 @@ from .own_steps import own_method
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #0ad7cf10
-_TURNED = ('{who} takes {share} of the new value into `{what}` and keeps {rest} of the old ({line}), so it '
-           'averages nearly nothing. The larger number belongs to the old value: turn the two round.')
-_MUCH = 0.9 # Of the new value in an average, which nobody means
-
 def _number(node, callback):
     "The number that an expression stands for; None if it depends on more than settings of the callback"
     if isinstance(node, ast.Constant): return node.value if type(node.value) in (int, float) else None
@@ -42,6 +38,7 @@ def _times(node, callback):
         if number is not None: return number,ast.unparse(rest)
     return None
 
+# %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #dd39bb17
 def _average_of(node, callback):
     "What a statement averages, with the share of the new value; None if it does no such thing"
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
@@ -68,6 +65,11 @@ def _share(call, callback):
     product = _times(call.args[0], callback) if call.args else None
     return product and product[0]
 
+# %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #d6e4b70e
+_TURNED = ('{who} takes {share} of the new value into `{what}` and keeps {rest} of the old ({line}), so it '
+           'averages nearly nothing. The larger number belongs to the old value: turn the two round.')
+_MUCH = 0.9 # Of the new value in an average, which nobody means
+
 def turned_averages(scene):
     "Averages of which the newest value is nearly all"
     found = []
@@ -82,12 +84,6 @@ def turned_averages(scene):
     return found
 
 # %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #f067a1b4
-_OVER_ROWS = ('{who} calls `{name}` of the predictions over axis 0 ({line}), which is that of the examples, '
-              'so they depend on each other. Give it the axis of the classes, 1 or -1.')
-_LIMIT = ('{who} asks `{test}` ({line}), and `{loss}` takes the sigmoid itself, so the predictions are no '
-          'probabilities. Compare with 0, or take `.sigmoid()` first.')
-_AXES = {'argmax', 'softmax', 'log_softmax', 'argsort'}
-
 def _predicting(scene):
     "What looks at predictions: the tree, their names there, who it is, the place and the callback"
     for entry in scene.entries:
@@ -105,16 +101,8 @@ def _predicting(scene):
             if tree is None or not tree.args.args: continue
             yield tree,{tree.args.args[0].arg},f'Metric `{name}`',place(f).rpartition(':')[0],callback
 
-def over_rows(scene):
-    "Maxima and probabilities over the examples of a batch"
-    looked = [(*o, _over_axis_0(*o[:2])) for o in _predicting(scene)]
-    looked += [(*o, _over_classes(*o[:2])) for o in _loss_func(scene)]
-    found = []
-    for _,_,who,file,callback,nodes in looked:
-        for node in nodes:
-            text = _OVER_ROWS.format(who=who, name=called(node), line=f'{file}:{node.lineno}')
-            found.append(Finding('over_rows', text, [callback] if callback else [], spoils=True))
-    return found
+# %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #2f6ebd1c
+_AXES = {'argmax', 'softmax', 'log_softmax', 'argsort'}
 
 def _over_axis_0(tree, names):
     "Calls over axis 0 of what has one of these names"
@@ -127,6 +115,7 @@ def _over_axis_0(tree, names):
         axis = next(iter([*named, *rest]), None)
         if of_preds and getattr(axis, 'value', None) == 0: yield node
 
+# %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #c5617021
 def _loss_func(scene):
     "The function of the loss, as of `_predicting`"
     own = [o for o in own_losses(scene) if o[-1] not in scene.trainer.callbacks]
@@ -150,6 +139,25 @@ def _takes_class(node, made, targets):
     is_loss = isinstance(node, ast.Call) and called(node) == 'nll_loss' and len(node.args) > 1
     return is_loss and ast.unparse(node.args[0]) in made and ast.unparse(node.args[1]) == targets
 
+# %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #1ab510ac
+_OVER_ROWS = ('{who} calls `{name}` of the predictions over axis 0 ({line}), which is that of the examples, '
+              'so they depend on each other. Give it the axis of the classes, 1 or -1.')
+
+def over_rows(scene):
+    "Maxima and probabilities over the examples of a batch"
+    looked = [(*o, _over_axis_0(*o[:2])) for o in _predicting(scene)]
+    looked += [(*o, _over_classes(*o[:2])) for o in _loss_func(scene)]
+    found = []
+    for _,_,who,file,callback,nodes in looked:
+        for node in nodes:
+            text = _OVER_ROWS.format(who=who, name=called(node), line=f'{file}:{node.lineno}')
+            found.append(Finding('over_rows', text, [callback] if callback else [], spoils=True))
+    return found
+
+# %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #7abdefa3
+_LIMIT = ('{who} asks `{test}` ({line}), and `{loss}` takes the sigmoid itself, so the predictions are no '
+          'probabilities. Compare with 0, or take `.sigmoid()` first.')
+
 def wrong_limits(scene):
     "Probabilities asked of numbers that are none"
     what,loss = taken_by(getattr(scene.trainer, 'loss_func', None))
@@ -167,8 +175,6 @@ def wrong_limits(scene):
 # %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #634d3fb0
 _NO_LOG = ('{where} gives {given} to `{loss}`{line}, which expects logarithms of probabilities, so it is no '
            'divergence of anything and may fall without end. Give it `log_softmax`.')
-_NO_GRAPH = ('{who} adds a term made of `torch.autograd.grad` to the loss ({line}), and without '
-             '`create_graph=True` that has no gradient, so it changes the number and no weight.')
 _WANT_LOG = {'kl_div': 'F.kl_div', 'nll_loss': 'F.nll_loss', 'KLDivLoss': 'KLDivLoss', 'NLLLoss': 'NLLLoss'}
 
 def without_logs(scene):
@@ -195,6 +201,32 @@ def _model_without_log(scene):
     told = dict(where=f'`{type(model).__name__}`', given=f'what comes out of a {given} layer', line='')
     return [Finding('needs_log', _NO_LOG.format(loss=loss, **told), spoils=True)]
 
+# %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #36e0b7b2
+def _is_gradient(node): return isinstance(node, ast.Call) and ast.unparse(node.func).endswith('autograd.grad')
+
+_RECKON = 'torch','F','sum','abs'
+
+def _reckoned(node):
+    "All parts of an expression, but for what is given to functions that are no arithmetic of PyTorch"
+    yield node
+    is_call = isinstance(node, ast.Call)
+    inside = is_call and ast.unparse(node.func).partition('.')[0] not in _RECKON
+    for child in [node.func] if inside else ast.iter_child_nodes(node): yield from _reckoned(child)
+
+def _reaches_loss(tree, names, loss):
+    "Whether what is made of some names is put into the loss, but not by way of a model or another function"
+    for node in [o for o in ast.walk(tree) if isinstance(o, (ast.Assign, ast.AugAssign))]:
+        used = {o.id for o in _reckoned(node.value) if isinstance(o, ast.Name)}
+        if names.isdisjoint(used): continue
+        target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
+        if ast.unparse(target) == loss: return True
+        names = names | {o.id for o in ast.walk(target) if isinstance(o, ast.Name)}
+    return False
+
+# %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #15b5fecf
+_NO_GRAPH = ('{who} adds a term made of `torch.autograd.grad` to the loss ({line}), and without '
+             '`create_graph=True` that has no gradient, so it changes the number and no weight.')
+
 _IN_TIME = 'get_loss','after_get_loss','before_backward'
 
 def penalties_without_graph(scene):
@@ -211,27 +243,6 @@ def penalties_without_graph(scene):
             text = _NO_GRAPH.format(who=said(entry), line=line_in(entry, call))
             found.append(Finding('constant_term', text, [entry.callback], spoils=True))
     return found
-
-def _is_gradient(node): return isinstance(node, ast.Call) and ast.unparse(node.func).endswith('autograd.grad')
-
-def _reaches_loss(tree, names, loss):
-    "Whether what is made of some names is put into the loss, but not by way of a model or another function"
-    for node in [o for o in ast.walk(tree) if isinstance(o, (ast.Assign, ast.AugAssign))]:
-        used = {o.id for o in _reckoned(node.value) if isinstance(o, ast.Name)}
-        if names.isdisjoint(used): continue
-        target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
-        if ast.unparse(target) == loss: return True
-        names = names | {o.id for o in ast.walk(target) if isinstance(o, ast.Name)}
-    return False
-
-_RECKON = 'torch','F','sum','abs'
-
-def _reckoned(node):
-    "All parts of an expression, but for what is given to functions that are no arithmetic of PyTorch"
-    yield node
-    is_call = isinstance(node, ast.Call)
-    inside = is_call and ast.unparse(node.func).partition('.')[0] not in _RECKON
-    for child in [node.func] if inside else ast.iter_child_nodes(node): yield from _reckoned(child)
 
 # %% ../../../nbs/inspection/source_rules/70_check_formulas.ipynb #7f958866
 _ADVANTAGE = ('{who} weighs `{logs}` by `{name}` ({line}), which still has the gradient of the critic, so '
