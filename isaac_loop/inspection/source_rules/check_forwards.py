@@ -175,23 +175,7 @@ def _is_learnt(args, source, scene):
     return False
 
 # %% ../../../nbs/inspection/source_rules/34_check_forwards.ipynb #6c582054
-_SCALES = ('{who} adds a mean over all numbers ({a}) and a KL term that is a sum over numbers '
-           '({b}), so that term rules the loss and the model says the same of every row. Sum both and divide '
-           'by the number of rows, or weigh the KL term.')
-_LOSS_NAMES = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss', 'binary_cross_entropy', 'cross_entropy',
-               'binary_cross_entropy_with_logits'}
 _SQUARE = re.compile(r'\*\* 2|pow\(2\)|pow\(\w+, 2\)|square')
-
-def mixed_reductions(scene):
-    "Losses in which one term is a mean and the other a sum over everything"
-    sources = loss_sources(scene) or at_events(scene, 'get_loss')
-    pairs = [(item, node) for item in sources for node in ast.walk(item.tree) if isinstance(node, ast.Call)]
-    sums = [(o, node) for o,node in pairs if _is_sum_of_kl(node, o)]
-    means = [(o, node) for o,node in pairs if _is_mean(node, o)]
-    if not sums or not means or any(_is_weighed(node, o, sources) for o,node in (*sums, *means)): return []
-    lines = [o.line(node) for o,node in (means[0], sums[0])]
-    text = _SCALES.format(who=sources[0].said, a=lines[0], b=lines[1])
-    return [Finding('mixed_reductions', text, [sources[0].callback] * bool(sources[0].callback))]
 
 def _summed(node, source, name):
     "What is reduced over everything, by a method or a function of such a name; None for anything else"
@@ -200,6 +184,13 @@ def _summed(node, source, name):
     if len(node.args) != int(is_function) or not isinstance(node.func, ast.Attribute): return None
     return value_before(node.args[0] if is_function else node.func.value, node, source.tree)
 
+def _summed_by_row(node, source):
+    "What is reduced to a number for each row, of which the mean is taken; None for anything else"
+    rows = _summed(node, source, 'mean')
+    if called(rows) != 'sum' or not isinstance(rows.func, ast.Attribute): return None
+    is_function = package_of(source.value(rows.func)) == 'torch'
+    return value_before(rows.args[0] if is_function and rows.args else rows.func.value, rows, source.tree)
+
 def _is_sum_of_kl(node, source):
     inner = _summed(node, source, 'sum')
     if inner is None: inner = _summed_by_row(node, source)
@@ -207,12 +198,9 @@ def _is_sum_of_kl(node, source):
     is_formula = _SQUARE.search(text) and re.search(r'\b1\b', text) and 'log' in text
     return 'kl_divergence' in text or bool(is_formula)
 
-def _summed_by_row(node, source):
-    "What is reduced to a number for each row, of which the mean is taken; None for anything else"
-    rows = _summed(node, source, 'mean')
-    if called(rows) != 'sum' or not isinstance(rows.func, ast.Attribute): return None
-    is_function = package_of(source.value(rows.func)) == 'torch'
-    return value_before(rows.args[0] if is_function and rows.args else rows.func.value, rows, source.tree)
+# %% ../../../nbs/inspection/source_rules/34_check_forwards.ipynb #d39a5387
+_LOSS_NAMES = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss', 'binary_cross_entropy', 'cross_entropy',
+               'binary_cross_entropy_with_logits'}
 
 def _is_mean(node, source):
     "Whether a call is a loss that is a mean over all numbers"
@@ -226,6 +214,7 @@ def _is_mean(node, source):
     is_loss = called(node) in _LOSS_NAMES or issubclass(kind, nn.modules.loss._Loss)
     return is_loss and told == "'mean'"
 
+# %% ../../../nbs/inspection/source_rules/34_check_forwards.ipynb #f3aefe32
 def _is_weighed(node, source, sources, known=()):
     "Whether somebody divides a term, or multiplies it by something other than a half"
     parents = {id(child): item for item in ast.walk(source.tree) for child in ast.iter_child_nodes(item)}
@@ -254,6 +243,22 @@ def _is_weighed_outside(source, sources, known):
 def _is_about_one(node):
     try: return 0.4 < abs(ast.literal_eval(node)) < 10
     except ValueError: return False
+
+# %% ../../../nbs/inspection/source_rules/34_check_forwards.ipynb #db1f636a
+_SCALES = ('{who} adds a mean over all numbers ({a}) and a KL term that is a sum over numbers '
+           '({b}), so that term rules the loss and the model says the same of every row. Sum both and divide '
+           'by the number of rows, or weigh the KL term.')
+
+def mixed_reductions(scene):
+    "Losses in which one term is a mean and the other a sum over everything"
+    sources = loss_sources(scene) or at_events(scene, 'get_loss')
+    pairs = [(item, node) for item in sources for node in ast.walk(item.tree) if isinstance(node, ast.Call)]
+    sums = [(o, node) for o,node in pairs if _is_sum_of_kl(node, o)]
+    means = [(o, node) for o,node in pairs if _is_mean(node, o)]
+    if not sums or not means or any(_is_weighed(node, o, sources) for o,node in (*sums, *means)): return []
+    lines = [o.line(node) for o,node in (means[0], sums[0])]
+    text = _SCALES.format(who=sources[0].said, a=lines[0], b=lines[1])
+    return [Finding('mixed_reductions', text, [sources[0].callback] * bool(sources[0].callback))]
 
 # %% ../../../nbs/inspection/source_rules/34_check_forwards.ipynb #43cc0e1f
 _SORTED = ('{who} sorts the rows of the batch by `{order}` ({line}) and never puts its answers back, so each '
