@@ -50,29 +50,6 @@ def _sources_in(x, depth=_DEPTH):
     return mine + [source for part in below for source in _sources_in(part, depth-1)]
 
 # %% ../../../nbs/inspection/source_rules/44_check_rows_read.ipynb #b2735960
-_APART = ('{who} draws once for `{a}` and once more for `{b}` ({line}), so one is turned when the other is '
-          'not, and they no longer fit. Draw once and do the same to both, or do it to both in one tensor.')
-_DRAWS = re.compile(r'(^|\.)(random|rand|randn|randint|uniform|randrange|choice|gauss|normal|normalvariate|'
-                    r'randperm|bernoulli|integers|triangular)$')
-_MOVES = re.compile(r'flip|rot|crop|roll\(|affine|warp|shift|transl|\[::-1\]|\[\.\.\., ::-1\]|zoom|'
-                    r'elastic|perspective|transpose|\w+:\w+ ?\+')
-_TARGETS = re.compile(r'mask|seg|label|targ|depth|heat|gt|truth|annot|^y$|^ys$|^yb$|^hr$|^lr$|edge|normals')
-_SEEDS = re.compile(r'seed|set_?state|rng_state|generator|replay|fork_rng')
-
-def drawn_apart(scene):
-    "Images and targets that are turned by different draws"
-    for source in row_sources(scene):
-        if not isinstance(source.tree, ast.FunctionDef) or not _gives_several(source.tree): continue
-        if _SEEDS.search(ast.unparse(source.tree)): continue
-        parts = [o for o in _parts(source.tree) if _turns_by_chance(o, source)]
-        pairs = [(first, second) for i,first in enumerate(parts) for second in parts[i+1:]]
-        for first,second in pairs:
-            names = _only_names(first, second)
-            if not any(_TARGETS.search(name) for name in names): continue
-            told = dict(who=source.said, line=source.line(second))
-            return [Finding('drawn_apart', _APART.format(a=names[0], b=names[1], **told))]
-    return []
-
 def _gives_several(tree):
     returns = [o.value for o in ast.walk(tree) if isinstance(o, (ast.Return, ast.Yield))]
     return any(isinstance(o, (ast.Tuple, ast.List, ast.Dict)) and len(_elements(o)) > 1 for o in returns)
@@ -85,6 +62,13 @@ def _parts(tree):
         if isinstance(node, (ast.Assign, ast.If)): yield node
         value = node.value if isinstance(node, (ast.Assign, ast.Return)) else None
         if isinstance(value, (ast.Tuple, ast.List, ast.Dict)): yield from _elements(value)
+
+# %% ../../../nbs/inspection/source_rules/44_check_rows_read.ipynb #b7b245de
+_DRAWS = re.compile(r'(^|\.)(random|rand|randn|randint|uniform|randrange|choice|gauss|normal|normalvariate|'
+                    r'randperm|bernoulli|integers|triangular)$')
+_MOVES = re.compile(r'flip|rot|crop|roll\(|affine|warp|shift|transl|\[::-1\]|\[\.\.\., ::-1\]|zoom|'
+                    r'elastic|perspective|transpose|\w+:\w+ ?\+')
+_SEEDS = re.compile(r'seed|set_?state|rng_state|generator|replay|fork_rng')
 
 def _turns_by_chance(node, source):
     "Whether something is drawn in an expression, or in what it calls, by which numbers move"
@@ -110,6 +94,7 @@ def _remembers(source):
     "Whether a method keeps something, perhaps the draw"
     return any(isinstance(o, ast.Attribute) and isinstance(o.ctx, ast.Store) for o in ast.walk(source.tree))
 
+# %% ../../../nbs/inspection/source_rules/44_check_rows_read.ipynb #ac1f6baf
 def _read_in(node):
     "A part as text, without the names that it sets"
     if isinstance(node, ast.Assign): return ast.unparse(node.value)
@@ -126,3 +111,22 @@ def _only_names(a, b):
     names = [name for pair in pairs for name in pair]
     plain = len(first) == len(second) and len({*names}) == len(names) and all(o.isidentifier() for o in names)
     return names if plain else []
+
+# %% ../../../nbs/inspection/source_rules/44_check_rows_read.ipynb #09fef54d
+_APART = ('{who} draws once for `{a}` and once more for `{b}` ({line}), so one is turned when the other is '
+          'not, and they no longer fit. Draw once and do the same to both, or do it to both in one tensor.')
+_TARGETS = re.compile(r'mask|seg|label|targ|depth|heat|gt|truth|annot|^y$|^ys$|^yb$|^hr$|^lr$|edge|normals')
+
+def drawn_apart(scene):
+    "Images and targets that are turned by different draws"
+    for source in row_sources(scene):
+        if not isinstance(source.tree, ast.FunctionDef) or not _gives_several(source.tree): continue
+        if _SEEDS.search(ast.unparse(source.tree)): continue
+        parts = [o for o in _parts(source.tree) if _turns_by_chance(o, source)]
+        pairs = [(first, second) for i,first in enumerate(parts) for second in parts[i+1:]]
+        for first,second in pairs:
+            names = _only_names(first, second)
+            if not any(_TARGETS.search(name) for name in names): continue
+            told = dict(who=source.said, line=source.line(second))
+            return [Finding('drawn_apart', _APART.format(a=names[0], b=names[1], **told))]
+    return []
