@@ -20,16 +20,28 @@ from ...loop.events import EVENTS
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/46_check_renamed.ipynb #6758d7a6
-_RENAMED = ('{who} gives `{what}` the shape ({b}) ({line}), when its dimensions are ({a}), in this order. No '
-            'number moves, so each comes to a wrong place. Use `permute` or `transpose`.')
 _SAME_PLACES = {'from_numpy', 'tensor', 'as_tensor', 'asarray', 'array', 'ascontiguousarray', 'float', 'to',
                 'astype', 'contiguous', 'clone', 'copy', 'double', 'half', 'long', 'detach', 'cpu', 'cuda',
                 'numpy', 'FloatTensor', 'Tensor', 'div', 'mul', 'sub', 'add', 'type', 'float32'}
-_EXCHANGES = {'permute', 'transpose', 'transpose_', 'T', 'mT', 'swapaxes', 'swapdims', 'movedim', 'moveaxis',
-              'rearrange', 'einsum', 't', 'rollaxis'}
-_ADDED = {'unsqueeze', 'expand_dims', 'newaxis', 'keepdims', 'keepdim', 'IMREAD_GRAYSCALE', None, 'L'}
 _MODULES = {'torch', 'np', 'numpy'}
 
+def _owner(node):
+    "What a call is about, and what else it is given"
+    if not isinstance(node.func, ast.Attribute): return None,[]
+    if ast.unparse(node.func.value) not in _MODULES: return node.func.value,node.args
+    return (node.args[0], node.args[1:]) if node.args else (None, [])
+
+def _shaped(node):
+    "What an expression is the whole shape of; None if it is no shape"
+    if isinstance(node, ast.Attribute) and node.attr == 'shape': return node.value
+    is_size = called(node) == 'size' and isinstance(node.func, ast.Attribute) and not node.args
+    return node.func.value if is_size else None
+
+def _stored(target):
+    return [ast.unparse(o) for o in ast.walk(target) if isinstance(o, (ast.Name, ast.Attribute))
+            and isinstance(o.ctx, ast.Store)]
+
+# %% ../../../nbs/inspection/source_rules/46_check_renamed.ipynb #d478c04f
 class _Shapes:
     "Which names of a function hold the same numbers in the same order, and which stand for a dimension"
     def __init__(self):
@@ -92,42 +104,14 @@ class _Shapes:
         except ValueError: return None
         return (self.layout(shaped), index) if isinstance(index, int) else None
 
-def _owner(node):
-    "What a call is about, and what else it is given"
-    if not isinstance(node.func, ast.Attribute): return None,[]
-    if ast.unparse(node.func.value) not in _MODULES: return node.func.value,node.args
-    return (node.args[0], node.args[1:]) if node.args else (None, [])
-
-def _shaped(node):
-    "What an expression is the whole shape of; None if it is no shape"
-    if isinstance(node, ast.Attribute) and node.attr == 'shape': return node.value
-    is_size = called(node) == 'size' and isinstance(node.func, ast.Attribute) and not node.args
-    return node.func.value if is_size else None
-
-def _stored(target):
-    return [ast.unparse(o) for o in ast.walk(target) if isinstance(o, (ast.Name, ast.Attribute))
-            and isinstance(o.ctx, ast.Store)]
+# %% ../../../nbs/inspection/source_rules/46_check_renamed.ipynb #4b98efff
+_RENAMED = ('{who} gives `{what}` the shape ({b}) ({line}), when its dimensions are ({a}), in this order. No '
+            'number moves, so each comes to a wrong place. Use `permute` or `transpose`.')
+_EXCHANGES = {'permute', 'transpose', 'transpose_', 'T', 'mT', 'swapaxes', 'swapdims', 'movedim', 'moveaxis',
+              'rearrange', 'einsum', 't', 'rollaxis'}
+_ADDED = {'unsqueeze', 'expand_dims', 'newaxis', 'keepdims', 'keepdim', 'IMREAD_GRAYSCALE', None, 'L'}
 
 # %% ../../../nbs/inspection/source_rules/46_check_renamed.ipynb #ad3895fc
-def renamed_dimensions(scene):
-    "Dimensions that are taken from a shape and given back in another order"
-    for source in [*row_sources(scene), *forwards(scene), *loss_sources(scene), *of_batch(scene)]:
-        if not isinstance(source.tree, ast.FunctionDef): continue
-        for node,order,names in _views(source.tree.body, _Shapes()):
-            if order == sorted(order) or _is_exchanged(node, source): continue
-            told = dict(who=source.said, what=ast.unparse(_owner(node)[0]), line=source.line(node))
-            text = _RENAMED.format(a=', '.join(names), b=', '.join(names[i] for i in order), **told)
-            callbacks = source.callbacks
-            return [Finding('view_for_transpose', text, callbacks, spoils=True)]
-    return []
-
-def of_batch(scene):
-    "The user's own methods of a batch, and what they call"
-    found = at_events(scene, *EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1])
-    batch = inspect.unwrap(type(scene.trainer).one_batch) if has_own_batch(scene.trainer) else None
-    own = [Source(batch, scene.trainer, '`one_batch`')] if is_own(batch) else []
-    return [*read_along(own), *found]
-
 def _views(nodes, known):
     "Calls that give numbers the dimensions of their own shape: each with the order, and all names"
     for node in nodes:
@@ -163,6 +147,7 @@ def _view(node, known):
     if n > 1 and sorted(order) == [*range(n)] and len(names) in (0, n):
         yield node,order,names or [f'shape[{i}]' for i in range(n)]
 
+# %% ../../../nbs/inspection/source_rules/46_check_renamed.ipynb #f048b43b
 def _is_exchanged(node, source):
     "Whether what is viewed, or its name, is transposed somewhere as well, or has got a dimension of one"
     owner = _owner(node)[0]
@@ -184,3 +169,23 @@ def _words(node):
         elif isinstance(part, ast.Call): yield called(part)
         elif isinstance(part, ast.keyword): yield part.arg
         elif isinstance(part, ast.Constant): yield part.value
+
+# %% ../../../nbs/inspection/source_rules/46_check_renamed.ipynb #ab3b99e1
+def renamed_dimensions(scene):
+    "Dimensions that are taken from a shape and given back in another order"
+    for source in [*row_sources(scene), *forwards(scene), *loss_sources(scene), *of_batch(scene)]:
+        if not isinstance(source.tree, ast.FunctionDef): continue
+        for node,order,names in _views(source.tree.body, _Shapes()):
+            if order == sorted(order) or _is_exchanged(node, source): continue
+            told = dict(who=source.said, what=ast.unparse(_owner(node)[0]), line=source.line(node))
+            text = _RENAMED.format(a=', '.join(names), b=', '.join(names[i] for i in order), **told)
+            callbacks = source.callbacks
+            return [Finding('view_for_transpose', text, callbacks, spoils=True)]
+    return []
+
+def of_batch(scene):
+    "The user's own methods of a batch, and what they call"
+    found = at_events(scene, *EVENTS[EVENTS.index('before_batch'):EVENTS.index('cleanup_batch')+1])
+    batch = inspect.unwrap(type(scene.trainer).one_batch) if has_own_batch(scene.trainer) else None
+    own = [Source(batch, scene.trainer, '`one_batch`')] if is_own(batch) else []
+    return [*read_along(own), *found]
