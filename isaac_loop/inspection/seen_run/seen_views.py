@@ -13,10 +13,6 @@ import torch
 from ..seen_objects import memory_of
 
 # %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #94b939fa
-_COMPARES = {'cosine_similarity', 'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
-_PRODUCTS = {'matmul', 'mm', 'rmatmul'}
-_JOINS = {'cat', 'concat', 'concatenate', 'stack'}
-
 def _are_alike(a, b):
     "Whether two tensors hold the same rows, in different places"
     if a.ndim < 2 or a.numel() != b.numel() or memory_of(a) == memory_of(b) or not a.is_floating_point():
@@ -28,6 +24,42 @@ def _are_alike(a, b):
 def is_flat(x):
     "Whether all numbers are the same"
     return bool((x == x.flatten()[0]).all())
+
+# %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #861211fd
+def _are_branches(a, b):
+    "Whether two tensors have a row for each example, and a gradient"
+    if not all(isinstance(x, torch.Tensor) and x.ndim == 2 and x.grad_fn is not None for x in (a, b)):
+        return False
+    return a.shape == b.shape and len(a) > 1 and a.shape[1] > 1
+
+_CHANGES = {'DivBackward0', 'ViewBackward0', 'CloneBackward0', 'UnsafeViewBackward0'}
+
+def _before(x):
+    "The function that has made a tensor, before it was scaled to length 1"
+    node = x.grad_fn
+    while node is not None and node.name() in _CHANGES: node = node.next_functions[0][0] or None
+    return node
+
+def _are_crossed(p, z, q, y):
+    "Whether p is made of y, and q of z, by a part of their own"
+    return _leads_to(p, y) and _leads_to(q, z)
+
+def _leads_to(x, y):
+    first,last = _before(x),_before(y)
+    if first is last: return False # There is nothing in between
+    todo,known = [first],set()
+    while todo:
+        node = todo.pop()
+        if node is last: return True
+        if node is None or node in known: continue
+        known.add(node)
+        todo += [other for other,_ in node.next_functions]
+    return False
+
+# %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #3c5d83c6
+_COMPARES = {'cosine_similarity', 'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
+_PRODUCTS = {'matmul', 'mm', 'rmatmul'}
+_JOINS = {'cat', 'concat', 'concatenate', 'stack'}
 
 class Views:
     "Looks for pairs that are compared and are the same, and for pairs that are drawn together, both ways"
@@ -74,36 +106,6 @@ class Views:
         "Where the two sides, or two pairs, were the same each time"
         found = [*self.alike.items(), *self.again.items()]
         return [*dict.fromkeys(place for place,was in found if len(was) > 1 and all(was))]
-
-def _are_branches(a, b):
-    "Whether two tensors have a row for each example, and a gradient"
-    if not all(isinstance(x, torch.Tensor) and x.ndim == 2 and x.grad_fn is not None for x in (a, b)):
-        return False
-    return a.shape == b.shape and len(a) > 1 and a.shape[1] > 1
-
-_CHANGES = {'DivBackward0', 'ViewBackward0', 'CloneBackward0', 'UnsafeViewBackward0'}
-
-def _before(x):
-    "The function that has made a tensor, before it was scaled to length 1"
-    node = x.grad_fn
-    while node is not None and node.name() in _CHANGES: node = node.next_functions[0][0] or None
-    return node
-
-def _are_crossed(p, z, q, y):
-    "Whether p is made of y, and q of z, by a part of their own"
-    return _leads_to(p, y) and _leads_to(q, z)
-
-def _leads_to(x, y):
-    first,last = _before(x),_before(y)
-    if first is last: return False # There is nothing in between
-    todo,known = [first],set()
-    while todo:
-        node = todo.pop()
-        if node is last: return True
-        if node is None or node in known: continue
-        known.add(node)
-        todo += [other for other,_ in node.next_functions]
-    return False
 
 # %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #e6dc97b4
 _SCALES = {'div', 'true_divide', 'mul', 'sub', 'float', 'clone', 'clamp'}
