@@ -13,15 +13,8 @@ import torch
 from ..seen_objects import memory_of
 
 # %% ../../../nbs/inspection/seen_run/34_seen_draws.ipynb #8d058ac8
-_NOISE = {'randn', 'randn_like', 'normal', 'normal_'}
-_DRAWS = _NOISE | {'multinomial', 'bernoulli'}
-_KEEPS = {'view', 'reshape', 'long', 'unsqueeze', 'squeeze', 'detach', 'to', 'float', 'contiguous', 'clone',
-          'expand', 'get', 'broadcast_tensors', 'getitem', 'flatten', 'type', 'double', 'type_as',
-          'transpose'}
 _SHAPE_OF = {'size', 'dim', 'numel', 'len', 'randn_like', 'zeros_like', 'ones_like', 'empty_like',
              'rand_like', 'is_floating_point', 'new_zeros', 'new_ones', 'stride', 'full_like'}
-_ERRORS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
-_POWERS = {'pow', 'square', 'abs', 'norm'}
 
 def tensors_given(call):
     "All tensors that a call is given, also those in a list"
@@ -30,6 +23,7 @@ def tensors_given(call):
              for part in (x if isinstance(x, (list, tuple)) else (x,))]
     return [x for x in parts if isinstance(x, torch.Tensor)]
 
+# %% ../../../nbs/inspection/seen_run/34_seen_draws.ipynb #0020f4eb
 def is_in_log_prob():
     "Whether a distribution is asked for a `log_prob`"
     frame,depth = sys._getframe(1),0
@@ -39,6 +33,7 @@ def is_in_log_prob():
         frame,depth = frame.f_back,depth+1
     return False
 
+# %% ../../../nbs/inspection/seen_run/34_seen_draws.ipynb #0e2ceeaf
 class _Draw:
     "Random numbers, and what they were used for"
     def __init__(self, kind, place):
@@ -49,6 +44,15 @@ class _Draw:
 
     @property
     def is_gone(self): return all(ref() is None for ref in self.alive)
+
+# %% ../../../nbs/inspection/seen_run/34_seen_draws.ipynb #0800cfa6
+_NOISE = {'randn', 'randn_like', 'normal', 'normal_'}
+_DRAWS = _NOISE | {'multinomial', 'bernoulli'}
+_KEEPS = {'view', 'reshape', 'long', 'unsqueeze', 'squeeze', 'detach', 'to', 'float', 'contiguous', 'clone',
+          'expand', 'get', 'broadcast_tensors', 'getitem', 'flatten', 'type', 'double', 'type_as',
+          'transpose'}
+_ERRORS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
+_POWERS = {'pow', 'square', 'abs', 'norm'}
 
 class Draws:
     "Looks for draws that only a loss, or only their own probability, is made of"
