@@ -102,6 +102,9 @@ def same_as_model(
         if first and second: found |= {f'trainer.model.{second[0]}': f'trainer.model.{first}'}
     return found
 
+def _is_second(name): return not _SECOND.isdisjoint(name.rpartition('.')[2].lower().strip('_').split('_'))
+
+# %% ../../../nbs/inspection/seen_run/02_owners.ipynb #32149e97
 def frozen_beside(
     trainer, # With its callbacks
 )->dict: # By name
@@ -132,7 +135,14 @@ def _is_frozen(module):
     weights = list(module.parameters())
     return bool(weights) and not any(p.requires_grad for p in weights)
 
-def _is_second(name): return not _SECOND.isdisjoint(name.rpartition('.')[2].lower().strip('_').split('_'))
+# %% ../../../nbs/inspection/seen_run/02_owners.ipynb #4e443811
+def schedules_of(
+    trainer, # With its callbacks
+)->dict: # By name
+    "The schedules of learning rates that somebody holds"
+    held = [(name, o, getattr(o, '__dict__', {})) for name,o in _held(trainer)]
+    return {name: o for name,o,own in held
+            if isinstance(own.get('optimizer'), Optimizer) and 'base_lrs' in own}
 
 def factors_of(
     schedule, # A `LambdaLR`, or another schedule
@@ -155,11 +165,3 @@ def peak_of(
     with undrawn(), suppress(Exception, SystemExit):
         return max([*factors, *(float(f(i)) for i in far for f in schedule.lr_lambdas)])
     return max(factors)
-
-def schedules_of(
-    trainer, # With its callbacks
-)->dict: # By name
-    "The schedules of learning rates that somebody holds"
-    held = [(name, o, getattr(o, '__dict__', {})) for name,o in _held(trainer)]
-    return {name: o for name,o,own in held
-            if isinstance(own.get('optimizer'), Optimizer) and 'base_lrs' in own}
