@@ -58,11 +58,20 @@ def old_gradients(seen):
     return []
 
 # %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #db412b92
-_MIXED = ('The step of `{opt}` ({by}; {when}) moves the weights by two losses: that of {last}, and '
-          'that of {first}; the latter was meant for `{other}` and left its gradients with the weights of '
-          '`{opt}`. Call `{opt}.zero_grad()` just before its own backward pass, or `detach()` what the '
-          'other loss need not reach.')
+def _foreign(order, step, parts):
+    "Two backward passes in a gradient, and the optimizer for which the first of them was"
+    if len(parts) < 2: return None
+    mine,last = set(map(id, weights_of(step.opt))),parts[-1]
+    for first in parts[:-1]:
+        between = order[order.index(first):order.index(last)]
+        for other in [o.opt for o in between if isinstance(o, Step) and o.opt is not step.opt]:
+            theirs = set(map(id, weights_of(other))) - mine
+            reached,reached_last = theirs & first.leaves.keys(),theirs & last.leaves.keys()
+            is_other_loss = bool(reached_last) != bool(reached) or first.where == last.where
+            if reached and is_other_loss: return first,last,other
+    return None
 
+# %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #d03b84f8
 _ATTACK = ('{by} was for the inputs ({when}) and left its gradients with the weights of `{opt}` as well, '
            'which the step of that batch uses together with those of {last}. Ask for the gradient of the '
            'inputs alone, by `torch.autograd.grad(loss, x)`, or call `{opt}.zero_grad()` behind it.')
@@ -79,6 +88,9 @@ def attacked_gradients(seen):
             return [Finding('gradients_mixed', text, callbacks_in(seen, first.by), spoils=True)]
     return []
 
+def _others(one): return [o for o in one.leaves.values() if not isinstance(o, nn.Parameter) and o.ndim > 1]
+
+# %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #3c5c89c5
 _PLACES = ('The step of `{opt}` in {when} adds up the gradients of {first} and of {last}, between which all '
            'of the weights were moved. Call `{opt}.zero_grad()` between the two, if the second is to count '
            'alone, as in sharpness-aware minimisation.')
@@ -96,7 +108,11 @@ def gradients_of_two_places(seen):
             return [Finding('gradients_mixed', text, callbacks_in(seen, first.by))]
     return []
 
-def _others(one): return [o for o in one.leaves.values() if not isinstance(o, nn.Parameter) and o.ndim > 1]
+# %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #a72b6a72
+_MIXED = ('The step of `{opt}` ({by}; {when}) moves the weights by two losses: that of {last}, and '
+          'that of {first}; the latter was meant for `{other}` and left its gradients with the weights of '
+          '`{opt}`. Call `{opt}.zero_grad()` just before its own backward pass, or `detach()` what the '
+          'other loss need not reach.')
 
 def mixed_gradients(seen):
     "Steps in which there is the gradient of a loss that was for another optimizer"
@@ -111,19 +127,6 @@ def mixed_gradients(seen):
                                  last=last_by, first=first_by, other=name_of(seen, other))
             found[id(step.opt)] = Finding('gradients_mixed', text, callbacks_in(seen, step.by), spoils=True)
     return list(found.values()) or attacked_gradients(seen) or gradients_of_two_places(seen)
-
-def _foreign(order, step, parts):
-    "Two backward passes in a gradient, and the optimizer for which the first of them was"
-    if len(parts) < 2: return None
-    mine,last = set(map(id, weights_of(step.opt))),parts[-1]
-    for first in parts[:-1]:
-        between = order[order.index(first):order.index(last)]
-        for other in [o.opt for o in between if isinstance(o, Step) and o.opt is not step.opt]:
-            theirs = set(map(id, weights_of(other))) - mine
-            reached,reached_last = theirs & first.leaves.keys(),theirs & last.leaves.keys()
-            is_other_loss = bool(reached_last) != bool(reached) or first.where == last.where
-            if reached and is_other_loss: return first,last,other
-    return None
 
 # %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #34dce7a4
 _LOST = ('The gradients that {by} computed in {when} were cleared before a step of any optimizer had '
@@ -157,6 +160,18 @@ def scaled_changes(seen):
     return []
 
 # %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #6fae3c93
+def _steps_of(seen):
+    "Optimizers with their steps, but for those that make their backward passes themselves"
+    opts = {id(step.opt): step.opt for step in seen.gradients.steps}
+    found = [(opt, [step for step in seen.gradients.steps if step.opt is opt]) for opt in opts.values()]
+    return [(opt, steps) for opt,steps in found if not any(step.closure for step in steps)]
+
+def _learning(opt, steps):
+    "The weights that an optimizer may move in all of some steps; others were frozen"
+    always = set.intersection(*(step.wanted for step in steps))
+    return [p for p in weights_of(opt) if id(p) in always]
+
+# %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #1b0d9abf
 _NO_GRADIENT = ('`{opt}` made {n} steps, and none of its weights ever had a gradient: no loss leads to them. '
                 'Is something on the way detached, computed under `no_grad`, or was the model exchanged '
                 'after the optimizer was made?')
@@ -169,23 +184,10 @@ _ZEROS = ('`{opt}` made {n} steps, and the gradients of all of its weights were 
           'Is the loss made of differences that cancel out, multiplied by 0, or cut off by a `clamp`?')
 _SOME_ZEROS = ('The gradient of {names} was 0, or nothing but rounding, in each of {n} steps of `{opt}`, so '
                '{they}. Is something divided by itself, cut off by a ReLU or a `clamp`, or multiplied by 0?')
-_STILL = ('`{opt}` made {n} steps with gradients, and its weights are as they were: its learning rate was '
-          '{lr}, or somebody puts them back.')
 
 def weights_without_gradient(seen):
     "Optimizers and weights that never get a gradient"
     return [finding for opt,steps in _steps_of(seen) for finding in _without(seen, opt, steps)]
-
-def _steps_of(seen):
-    "Optimizers with their steps, but for those that make their backward passes themselves"
-    opts = {id(step.opt): step.opt for step in seen.gradients.steps}
-    found = [(opt, [step for step in seen.gradients.steps if step.opt is opt]) for opt in opts.values()]
-    return [(opt, steps) for opt,steps in found if not any(step.closure for step in steps)]
-
-def _learning(opt, steps):
-    "The weights that an optimizer may move in all of some steps; others were frozen"
-    always = set.intersection(*(step.wanted for step in steps))
-    return [p for p in weights_of(opt) if id(p) in always]
 
 def _without(seen, opt, steps):
     "What is wrong with the gradients of one optimizer"
@@ -207,6 +209,37 @@ def _without(seen, opt, steps):
         they = 'they do not learn' if len(tiny) > 1 else 'it does not learn'
         yield Finding('zero_gradient', _SOME_ZEROS.format(names=names_of(seen, tiny), they=they, **about))
 
+# %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #6523d478
+_STILL = ('`{opt}` made {n} steps with gradients, and its weights are as they were: its learning rate was '
+          '{lr}, or somebody puts them back.')
+
+def still_weights(seen):
+    "Optimizers whose steps move nothing"
+    found = []
+    for opt,steps in _steps_of(seen):
+        has_gradient = any(id(p) not in step.empty for p in _learning(opt, steps) for step in steps)
+        if len(steps) < 3 or not has_gradient or id(opt) in seen.gradients.moved: continue
+        rates = ', '.join(f'{group["lr"]:g}' for group in opt.param_groups)
+        text = _STILL.format(lr=rates, opt=name_of(seen, opt), n=len(steps))
+        found.append(Finding('never_moved', text))
+    return found
+
+# %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #1fcbe0b0
+_UNDONE = ('Each of {n} steps of `{opt}` moves {names}, and when the next one comes {they} as before: '
+           'somebody puts back what was there before the step, so what it has learnt is lost. Put back '
+           'before the step what was changed for a look at other weights.')
+
+def undone_steps(seen):
+    "Weights that somebody puts back after each step"
+    for opt,steps in _steps_of(seen):
+        undone = [p for p in weights_of(opt) if seen.gradients.undone.get(id(p), 0) >= max(3, len(steps)-1)]
+        if not undone: continue
+        they = 'they are' if len(undone) > 1 else 'it is'
+        text = _UNDONE.format(n=len(steps), opt=name_of(seen, opt), names=names_of(seen, undone), they=they)
+        return [Finding('never_moved', text, spoils=True)]
+    return []
+
+# %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #1790df34
 _BOTH = ('`{a}` and `{b}` both make steps in {when}, and {names} {are} in both, so each moves what the other '
          'has moved. Give each the parameters of its own part.')
 
@@ -225,31 +258,6 @@ def weights_of_two(seen):
             return [Finding('shared_weights', text)]
         if step.opt not in others: others.append(step.opt)
     return []
-
-_UNDONE = ('Each of {n} steps of `{opt}` moves {names}, and when the next one comes {they} as before: '
-           'somebody puts back what was there before the step, so what it has learnt is lost. Put back '
-           'before the step what was changed for a look at other weights.')
-
-def undone_steps(seen):
-    "Weights that somebody puts back after each step"
-    for opt,steps in _steps_of(seen):
-        undone = [p for p in weights_of(opt) if seen.gradients.undone.get(id(p), 0) >= max(3, len(steps)-1)]
-        if not undone: continue
-        they = 'they are' if len(undone) > 1 else 'it is'
-        text = _UNDONE.format(n=len(steps), opt=name_of(seen, opt), names=names_of(seen, undone), they=they)
-        return [Finding('never_moved', text, spoils=True)]
-    return []
-
-def still_weights(seen):
-    "Optimizers whose steps move nothing"
-    found = []
-    for opt,steps in _steps_of(seen):
-        has_gradient = any(id(p) not in step.empty for p in _learning(opt, steps) for step in steps)
-        if len(steps) < 3 or not has_gradient or id(opt) in seen.gradients.moved: continue
-        rates = ', '.join(f'{group["lr"]:g}' for group in opt.param_groups)
-        text = _STILL.format(lr=rates, opt=name_of(seen, opt), n=len(steps))
-        found.append(Finding('never_moved', text))
-    return found
 
 # %% ../../../nbs/inspection/run_rules/02_check_gradients.ipynb #51abfccc
 _TERM = ('What is added to the loss ({place}) changes from batch to batch and wants no gradient, so it '
