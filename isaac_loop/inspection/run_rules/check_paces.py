@@ -56,6 +56,35 @@ def _words(f):
     return set() if code is None else {*words_of(code), *code.co_varnames}
 
 # %% ../../../nbs/inspection/run_rules/26_check_paces.ipynb #a69c5d9e
+def _source_of(seen, name):
+    "The source of what makes a schedule: a callback, or the function that it was given"
+    found = ''
+    for cb in callbacks_in(seen, name):
+        f = without_partial(vars(cb).get('scheduler_func'))
+        for item in (f, *([] if package_of(type(cb)) == 'isaac_loop' else [type(cb)])):
+            found += source_text(item)
+    return found
+
+# %% ../../../nbs/inspection/run_rules/26_check_paces.ipynb #f5c0ea9c
+_FALLS = ('`{schedule}` multiplies the rate by {gamma:g} after every update, which leaves {left:.2g} of it '
+          'after one epoch, and nothing is learnt from then on. If `gamma` is for epochs, use '
+          '`EpochSchedulerCB`.')
+_GONE = 0.01
+
+def _left_of(schedule, n):
+    "What `n` updates leave of the rate; None of other schedules"
+    return schedule.gamma**n if isinstance(schedule, lr_scheduler.ExponentialLR) and n else None
+
+# %% ../../../nbs/inspection/run_rules/26_check_paces.ipynb #0a53ae5c
+_UPDATES = ('`{schedule}` is stepped once an epoch, and is {length} long, which is the number of updates: '
+            'the rate hardly moves. Take `trainer.n_epochs`, or step it after every update, as '
+            '`BatchSchedulerCB` does.')
+
+def _counts_updates(seen, name, length, here):
+    "Whether a schedule is as long as the batches of both epochs, and its source says so"
+    return here > 1 and length == 2*here and re.search(r'len\(|total_updates', _source_of(seen, name))
+
+# %% ../../../nbs/inspection/run_rules/26_check_paces.ipynb #1f397608
 _ROWS = ('`{schedule}` is stepped after every update, and is {length} long: {times} times the {n} rows of '
          '`dls.train`, which has {batches} batches, so the rate hardly changes. Count batches, as in '
          '`len(dls.train)`, or take `trainer.total_updates`.')
@@ -65,9 +94,29 @@ _GATHERED = ('`{schedule}` is stepped after every update, and is {length} long: 
 _SHORT = ('`{schedule}` is stepped after every update, and has `T_max` {length}, when an epoch has {n} '
           'updates, so the rate falls and rises again within it. If it counts epochs, use '
           '`EpochSchedulerCB`; if not, take `trainer.total_updates`.')
+_TOO_MANY = 300 # Epochs
+
+def _of_length(seen, name, length, whole, here, each):
+    "What is wrong with the length of a schedule; empty if nothing is"
+    try: rows = len(dataset_of(seen, 'train'))
+    except TypeError: rows = 0
+    source,told = _source_of(seen, name),dict(schedule=name, length=length)
+    as_planned = length == 2*math.ceil(here/each) # The updates of this run, whatever else that number is
+    if as_planned and 'len(' not in source: return ''
+    if rows > whole and length >= rows and length % rows == 0 and (not as_planned or 'dataset' in source):
+        certain = rows % 50 or length/whole > _TOO_MANY or 'dataset' in source
+        return _ROWS.format(n=rows, times=length//rows, batches=whole, **told) if certain else ''
+    n = next((o for o in (whole, here) if length % o == 0), 0)
+    counted = n == here and length == 2*here or n == whole and (whole % 10 or 'len(' in source)
+    if each > 1 and n and counted and 'total_updates' not in source and '//' not in source:
+        return _GATHERED.format(n=n, times=length//n, each=each, **told)
+    is_wave = _KINDS.get(type(seen.owners.schedules[name])) == 'T_max'
+    n = math.ceil(whole/each)
+    return _SHORT.format(n=n, **told) if is_wave and 2*here < length < n else ''
+
+# %% ../../../nbs/inspection/run_rules/26_check_paces.ipynb #4213399b
 _KINDS = {lr_scheduler.CosineAnnealingLR: 'T_max', lr_scheduler.OneCycleLR: 'total_steps',
           lr_scheduler.PolynomialLR: 'total_iters', lr_scheduler.LinearLR: 'total_iters'}
-_TOO_MANY = 300 # Epochs
 
 def wrong_lengths(seen):
     "Schedules whose length is counted in rows, or in batches of which several make an update"
@@ -89,47 +138,3 @@ def wrong_lengths(seen):
         text = _of_length(seen, name, length, whole, here, each)
         if text: return [Finding('schedule_pace', text, callbacks_in(seen, name))]
     return []
-
-_FALLS = ('`{schedule}` multiplies the rate by {gamma:g} after every update, which leaves {left:.2g} of it '
-          'after one epoch, and nothing is learnt from then on. If `gamma` is for epochs, use '
-          '`EpochSchedulerCB`.')
-_GONE = 0.01
-
-def _left_of(schedule, n):
-    "What `n` updates leave of the rate; None of other schedules"
-    return schedule.gamma**n if isinstance(schedule, lr_scheduler.ExponentialLR) and n else None
-
-_UPDATES = ('`{schedule}` is stepped once an epoch, and is {length} long, which is the number of updates: '
-            'the rate hardly moves. Take `trainer.n_epochs`, or step it after every update, as '
-            '`BatchSchedulerCB` does.')
-
-def _counts_updates(seen, name, length, here):
-    "Whether a schedule is as long as the batches of both epochs, and its source says so"
-    return here > 1 and length == 2*here and re.search(r'len\(|total_updates', _source_of(seen, name))
-
-def _of_length(seen, name, length, whole, here, each):
-    "What is wrong with the length of a schedule; empty if nothing is"
-    try: rows = len(dataset_of(seen, 'train'))
-    except TypeError: rows = 0
-    source,told = _source_of(seen, name),dict(schedule=name, length=length)
-    as_planned = length == 2*math.ceil(here/each) # The updates of this run, whatever else that number is
-    if as_planned and 'len(' not in source: return ''
-    if rows > whole and length >= rows and length % rows == 0 and (not as_planned or 'dataset' in source):
-        certain = rows % 50 or length/whole > _TOO_MANY or 'dataset' in source
-        return _ROWS.format(n=rows, times=length//rows, batches=whole, **told) if certain else ''
-    n = next((o for o in (whole, here) if length % o == 0), 0)
-    counted = n == here and length == 2*here or n == whole and (whole % 10 or 'len(' in source)
-    if each > 1 and n and counted and 'total_updates' not in source and '//' not in source:
-        return _GATHERED.format(n=n, times=length//n, each=each, **told)
-    is_wave = _KINDS.get(type(seen.owners.schedules[name])) == 'T_max'
-    n = math.ceil(whole/each)
-    return _SHORT.format(n=n, **told) if is_wave and 2*here < length < n else ''
-
-def _source_of(seen, name):
-    "The source of what makes a schedule: a callback, or the function that it was given"
-    found = ''
-    for cb in callbacks_in(seen, name):
-        f = without_partial(vars(cb).get('scheduler_func'))
-        for item in (f, *([] if package_of(type(cb)) == 'isaac_loop' else [type(cb)])):
-            found += source_text(item)
-    return found
