@@ -127,6 +127,7 @@ def _set(owner, name):
     "A pair that gets and puts an attribute"
     return lambda: getattr(owner, name), lambda old: setattr(owner, name, old)
 
+# %% ../../nbs/inspection/63_leftovers.ipynb #5b8ef0ba
 _PROCESS = { # By name: what gets a value, and what puts it back
     'the grad mode': (torch.is_grad_enabled, torch.set_grad_enabled),
     'the default dtype': (torch.get_default_dtype, torch.set_default_dtype),
@@ -161,6 +162,7 @@ _PROCESS = { # By name: what gets a value, and what puts it back
        for o in _signals()},
 }
 
+# %% ../../nbs/inspection/63_leftovers.ipynb #ceb86341
 def _of_process():
     "What belongs to the process"
     for name,(get,_) in _PROCESS.items():
