@@ -37,6 +37,34 @@ from .plain_state import from_plain, plain
 from .settings import differing, holds_numbers, is_noted, is_setting, looks_of, made_by
 
 # %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
+def _is_fixed(x): return type(x) in SIMPLE or (type(x) is tuple and set(map(type, x)) <= SIMPLE)
+
+class _Simple:
+    "The marks of simple values, made when they are asked for: a model may have hundreds of layers"
+    def __init__(self, own): self.own = own
+    def part(self, k): return Marker(()).mark(self.own[k]) if k in self.own else None
+    def names(self): return self.own.keys()
+    def is_still(self, own):
+        try: return self.own == own
+        except Exception: return False # An object has come that cannot be compared
+
+def _marked(marker, own):
+    "The marks of some attributes"
+    if all(map(_is_fixed, own.values())): return _Simple(own)
+    return Mark(parts={k: marker.mark(o) for k,o in own.items()})
+
+# %% ../../nbs/state/38_own_state.ipynb #584a628e
+def _trainers_own(trainer, without):
+    "Attributes of a trainer that neither the loop writes nor `take_state` saves as a part"
+    kinds = (nn.Module, optim.Optimizer)
+    return {k: o for k,o in may_be_state(trainer, without).items() if not isinstance(o, kinds)}
+
+def _may_be_another(name, kinds):
+    "Whether to note with what an owner begins: a callback, or the trainer, in its first fit"
+    is_elsewhere = is_part(name) or is_beside(name) or name.startswith(('dls', 'loss_func'))
+    return not (is_elsewhere or name in kinds)
+
+# %% ../../nbs/state/38_own_state.ipynb #22885dc8
 def _nothing(): return None
 
 class OwnState:
@@ -126,32 +154,6 @@ class OwnState:
         self.called = called
         self.comings.close(trainer)
 
-def _may_be_another(name, kinds):
-    "Whether to note with what an owner begins: a callback, or the trainer, in its first fit"
-    is_elsewhere = is_part(name) or is_beside(name) or name.startswith(('dls', 'loss_func'))
-    return not (is_elsewhere or name in kinds)
-
-def _is_fixed(x): return type(x) in SIMPLE or (type(x) is tuple and set(map(type, x)) <= SIMPLE)
-
-class _Simple:
-    "The marks of simple values, made when they are asked for: a model may have hundreds of layers"
-    def __init__(self, own): self.own = own
-    def part(self, k): return Marker(()).mark(self.own[k]) if k in self.own else None
-    def names(self): return self.own.keys()
-    def is_still(self, own):
-        try: return self.own == own
-        except Exception: return False # An object has come that cannot be compared
-
-def _marked(marker, own):
-    "The marks of some attributes"
-    if all(map(_is_fixed, own.values())): return _Simple(own)
-    return Mark(parts={k: marker.mark(o) for k,o in own.items()})
-
-def _trainers_own(trainer, without):
-    "Attributes of a trainer that neither the loop writes nor `take_state` saves as a part"
-    kinds = (nn.Module, optim.Optimizer)
-    return {k: o for k,o in may_be_state(trainer, without).items() if not isinstance(o, kinds)}
-
 # %% ../../nbs/state/38_own_state.ipynb #678e667b
 @patch
 def _warn_of_outside(self:OwnState, owners, marker):
@@ -162,6 +164,95 @@ def _warn_of_outside(self:OwnState, owners, marker):
     if new: warn_of_outside(new)
 
 # %% ../../nbs/state/38_own_state.ipynb #16e030b1
+def _noted(name, still, of_opt, world):
+    "Of what has not changed the settings, and how tensors look; data, model and loss are told elsewhere"
+    if name.startswith('dls') or is_beside(name) or (is_part(name) and not of_opt): return {},{}
+    return {k: x for k,x in still.items() if is_noted(x)}, looks_of(still, world)
+
+# %% ../../nbs/state/38_own_state.ipynb #16320b21
+def _exactly(state, name, copy):
+    "What can be saved of `state`, as plain data with its exact types, and the names of the rest"
+    try: return plain(state, name, copy, exact=True),[]
+    except UnsaveableState: odd = [k for k,x in state.items() if not is_plain(x)]
+    return plain({k: x for k,x in state.items() if k not in odd}, name, copy, exact=True),odd
+
+@patch
+def _kept(self:OwnState, keeper, name, own, also=()):
+    "What is kept of the attributes `own`, what is as it was, and names of what cannot be kept"
+    mark = keeper.marker.mark
+    begin,ready,back = (marks.get(name) for marks in (self.begin, self.ready, self.back))
+    changed,state,lost = {*also, *self._changed(keeper.marker, name, own)},{},[]
+    for k in [k for k in own if k in changed]:
+        try: state[k] = keeper.keep(own[k], part_of(begin, k), part_of(ready, k))
+        except Unkept as error:
+            if error.args: keeper.met[name, k] = error.args[0]
+            if part_of(ready, k) != mark(own[k]) or (keeper.every and holds_numbers(own[k])): lost.append(k)
+    still = {k: x for k,x in own.items() if k not in changed}
+    touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
+    made = {k for k in own if part_of(begin, k) != part_of(ready, k)}
+    bare = {k: value_in(x) for k,x in state.items() if x is not ANEW}
+    stays = lambda k,x: all(is_still(x, part_of(begin, k), made) for made in (None, part_of(ready, k)))
+    filled = {k for k,x in own.items() if is_numeric(x) and stays(k, x)} # Not what `before_fit` makes
+    parted,views = part_views(bare, own, touched, made, filled)
+    state = {k: state[k] if x is bare[k] else x for k,x in parted.items()}
+    return state, still, lost+views
+
+# %% ../../nbs/state/38_own_state.ipynb #7a00a3a5
+@patch
+def _is_as_made(self:OwnState, marker, name, k, x):
+    "Whether a simple value is still what `before_fit` made"
+    return is_setting(x) and part_of(self.ready.get(name), k) == marker.mark(x)
+
+@patch
+def _deleted(self:OwnState, trainer, name, owner, own):
+    "Names of attributes that a callback had, and has no more"
+    had = [k for marks in (self.begin, self.ready) if name in marks for k in marks[name].names()]
+    had += self.first.names(name, owner) # Deleted by a fit that broke off
+    gone = list(dict.fromkeys(k for k in had if k not in own))
+    return gone if gone and any(name in holders(cb) for cb in trainer.callbacks) else []
+
+# %% ../../nbs/state/38_own_state.ipynb #9a9391d7
+@patch
+def _called(self:OwnState, marker, name, own):
+    "Names of what is called and has come in the course of a fit"
+    ready = self.ready.get(name)
+    if ready is None: return [] # It has come itself
+    there = {k: x for k,x in own.items() if type(x) not in SIMPLE and id(x) not in marker.world}
+    return [k for k,x in there.items()
+            if _stands_outside(x) and self._has_come(name, k, part_of(ready, k), marker.mark(x))]
+
+def _stands_outside(x):
+    "As `is_outside`; what fails when it is asked is nothing that is called"
+    try: return is_outside(x)
+    except Exception: return False
+
+@patch
+def _has_come(self:OwnState, name, k, ready, now):
+    "Whether a value is called, and another than `before_fit` has left there"
+    if not isinstance(now.value, Code): return False
+    if ready is None or not isinstance(ready.value, Code): return True
+    if ready.who == now.who: return (name, k) in self.called
+    return (ready.value, ready.value.around) != (now.value, now.value.around)
+
+# %% ../../nbs/state/38_own_state.ipynb #d2596430
+@patch
+def _is_as_ready(self:OwnState, marker, owners, name, k):
+    "Whether a value is what stood there when the fit was ready, as what an optimizer has made"
+    return part_of(self.ready.get(name), k) == marker.mark(owners[name][1][k])
+
+@patch
+def _is_missed(self:OwnState, marker, name, k, x, of_opt):
+    "Whether to tell that a value is lost; of an optimizer also one that it was made with, if it is numbers"
+    if not of_opt: return not self._is_output(name, k, x)
+    return holds_numbers(x) or part_of(self.ready.get(name), k) != marker.mark(x)
+
+@patch
+def _is_output(self:OwnState, name, k, x):
+    "Whether a model has made another object in this fit, as for an output that is looked at later"
+    was = part_of(self.ready.get(name), k)
+    return is_part(name) and not (was and (was.who == Same(x) or isinstance(was.value, Code)))
+
+# %% ../../nbs/state/38_own_state.ipynb #5ec3ea6c
 @patch
 def take(self:OwnState,
     trainer, # In the fit that this was made for, or after it
@@ -208,90 +299,6 @@ def take(self:OwnState,
     self._warn_of_outside(owners, keeper.marker)
     return found
 
-def _noted(name, still, of_opt, world):
-    "Of what has not changed the settings, and how tensors look; data, model and loss are told elsewhere"
-    if name.startswith('dls') or is_beside(name) or (is_part(name) and not of_opt): return {},{}
-    return {k: x for k,x in still.items() if is_noted(x)}, looks_of(still, world)
-
-@patch
-def _is_as_made(self:OwnState, marker, name, k, x):
-    "Whether a simple value is still what `before_fit` made"
-    return is_setting(x) and part_of(self.ready.get(name), k) == marker.mark(x)
-
-@patch
-def _deleted(self:OwnState, trainer, name, owner, own):
-    "Names of attributes that a callback had, and has no more"
-    had = [k for marks in (self.begin, self.ready) if name in marks for k in marks[name].names()]
-    had += self.first.names(name, owner) # Deleted by a fit that broke off
-    gone = list(dict.fromkeys(k for k in had if k not in own))
-    return gone if gone and any(name in holders(cb) for cb in trainer.callbacks) else []
-
-@patch
-def _called(self:OwnState, marker, name, own):
-    "Names of what is called and has come in the course of a fit"
-    ready = self.ready.get(name)
-    if ready is None: return [] # It has come itself
-    there = {k: x for k,x in own.items() if type(x) not in SIMPLE and id(x) not in marker.world}
-    return [k for k,x in there.items()
-            if _stands_outside(x) and self._has_come(name, k, part_of(ready, k), marker.mark(x))]
-
-def _stands_outside(x):
-    "As `is_outside`; what fails when it is asked is nothing that is called"
-    try: return is_outside(x)
-    except Exception: return False
-
-@patch
-def _has_come(self:OwnState, name, k, ready, now):
-    "Whether a value is called, and another than `before_fit` has left there"
-    if not isinstance(now.value, Code): return False
-    if ready is None or not isinstance(ready.value, Code): return True
-    if ready.who == now.who: return (name, k) in self.called
-    return (ready.value, ready.value.around) != (now.value, now.value.around)
-
-@patch
-def _is_as_ready(self:OwnState, marker, owners, name, k):
-    "Whether a value is what stood there when the fit was ready, as what an optimizer has made"
-    return part_of(self.ready.get(name), k) == marker.mark(owners[name][1][k])
-
-@patch
-def _is_missed(self:OwnState, marker, name, k, x, of_opt):
-    "Whether to tell that a value is lost; of an optimizer also one that it was made with, if it is numbers"
-    if not of_opt: return not self._is_output(name, k, x)
-    return holds_numbers(x) or part_of(self.ready.get(name), k) != marker.mark(x)
-
-@patch
-def _is_output(self:OwnState, name, k, x):
-    "Whether a model has made another object in this fit, as for an output that is looked at later"
-    was = part_of(self.ready.get(name), k)
-    return is_part(name) and not (was and (was.who == Same(x) or isinstance(was.value, Code)))
-
-def _exactly(state, name, copy):
-    "What can be saved of `state`, as plain data with its exact types, and the names of the rest"
-    try: return plain(state, name, copy, exact=True),[]
-    except UnsaveableState: odd = [k for k,x in state.items() if not is_plain(x)]
-    return plain({k: x for k,x in state.items() if k not in odd}, name, copy, exact=True),odd
-
-@patch
-def _kept(self:OwnState, keeper, name, own, also=()):
-    "What is kept of the attributes `own`, what is as it was, and names of what cannot be kept"
-    mark = keeper.marker.mark
-    begin,ready,back = (marks.get(name) for marks in (self.begin, self.ready, self.back))
-    changed,state,lost = {*also, *self._changed(keeper.marker, name, own)},{},[]
-    for k in [k for k in own if k in changed]:
-        try: state[k] = keeper.keep(own[k], part_of(begin, k), part_of(ready, k))
-        except Unkept as error:
-            if error.args: keeper.met[name, k] = error.args[0]
-            if part_of(ready, k) != mark(own[k]) or (keeper.every and holds_numbers(own[k])): lost.append(k)
-    still = {k: x for k,x in own.items() if k not in changed}
-    touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
-    made = {k for k in own if part_of(begin, k) != part_of(ready, k)}
-    bare = {k: value_in(x) for k,x in state.items() if x is not ANEW}
-    stays = lambda k,x: all(is_still(x, part_of(begin, k), made) for made in (None, part_of(ready, k)))
-    filled = {k for k,x in own.items() if is_numeric(x) and stays(k, x)} # Not what `before_fit` makes
-    parted,views = part_views(bare, own, touched, made, filled)
-    state = {k: state[k] if x is bare[k] else x for k,x in parted.items()}
-    return state, still, lost+views
-
 # %% ../../nbs/state/38_own_state.ipynb #7cfc7cbf
 @patch
 def look_for_awaited(self:OwnState,
@@ -314,6 +321,21 @@ def _is_untouched(self:OwnState, marker, name, k, x):
     return was == now or (was is None and x is None)
 
 # %% ../../nbs/state/38_own_state.ipynb #a169c12e
+def _knows_its_place(trainer, name):
+    "Whether an owner is none that reads for the training loader, or for one that goes on where it stood"
+    return not name.startswith('dls.train') or hasattr(trainer.dls.train, 'load_state_dict')
+
+def _device_of(trainer):
+    params = trainer.model.parameters() if isinstance(trainer.model, nn.Module) else ()
+    return next((p.device for p in params), torch.device('cpu'))
+
+@patch
+def _marks_now(self:OwnState, trainer):
+    "Marks of all attributes as they are"
+    marker = Marker(World(trainer, self.loop))
+    return {name: _marked(marker, own) for name,(_,own) in self._owners(trainer, None).items()}
+
+# %% ../../nbs/state/38_own_state.ipynb #8061450d
 @patch
 def put(self:OwnState,
     trainer, # Whose every `before_fit` has run
@@ -352,6 +374,7 @@ def put(self:OwnState,
     lost = [f'`{path}`' for path in putter.lost]
     if tell: tell_all(dict(lost=lost, misfit=misfit, gone=gone, differ=differ))
 
+# %% ../../nbs/state/38_own_state.ipynb #855e6049
 @patch
 def put_first(self:OwnState,
     trainer, # That goes on, with everything put back that was saved
@@ -366,20 +389,6 @@ def put_first(self:OwnState,
     if lost: warn_of_later(lost)
     marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
     self.first.note(marker, owners, self._changed, self.begin, self.ready, goes_on=True)
-
-@patch
-def _marks_now(self:OwnState, trainer):
-    "Marks of all attributes as they are"
-    marker = Marker(World(trainer, self.loop))
-    return {name: _marked(marker, own) for name,(_,own) in self._owners(trainer, None).items()}
-
-def _knows_its_place(trainer, name):
-    "Whether an owner is none that reads for the training loader, or for one that goes on where it stood"
-    return not name.startswith('dls.train') or hasattr(trainer.dls.train, 'load_state_dict')
-
-def _device_of(trainer):
-    params = trainer.model.parameters() if isinstance(trainer.model, nn.Module) else ()
-    return next((p.device for p in params), torch.device('cpu'))
 
 # %% ../../nbs/state/38_own_state.ipynb #d6621263
 _OF_LOOP = {*STATE, *private_state(), 'plan', '_preds_at'} # The last is of `epoch_preds`
