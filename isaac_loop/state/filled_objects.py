@@ -75,6 +75,7 @@ def _is_one(new, part):
     if part.expand_as(new).stride() == new.stride(): return True
     return bool(((new == part) | ((new != new) & (part != part))).all())
 
+# %% ../../nbs/state/32_filled_objects.ipynb #d572e003
 def _fill_array(x, new):
     is_like = type(x) is type(new) and (x.dtype, x.shape) == (new.dtype, new.shape)
     if not (is_like and x.flags.writeable): return False
@@ -106,6 +107,7 @@ def _fill_container(x, new):
         for k,value in own_attributes(new).items(): object.__setattr__(x, k, value)
     return True
 
+# %% ../../nbs/state/32_filled_objects.ipynb #6847b535
 class Filler:
     "Gives objects the content of others"
     def __init__(self): self.filled,self.homes,self.views = {},{},{}
