@@ -112,38 +112,19 @@ def _of_layer(m):
 
 
 # %% ../../nbs/state/37_owners.ipynb #4caf1754
-def _add_readers(found, name, dl, without=()):
-    "Add functions and objects of the user's own that read the data, with those to which these lead"
-    data = getattr(dl, 'dataset', None)
-    readers = {f'{name}.dataset': data, f'{name}.collate_fn': getattr(dl, 'collate_fn', None)}
-    if not hasattr(dl, 'load_state_dict'): readers |= _of_plain(name, dl)
-    elif not hasattr(type(data), '__getitem__'): return
-    seen = {id(o) for o in [*found.values(), *without]}
-    for where,x in _led_to(readers, seen):
-        if is_users(x) or _is_function(x) or type(x) is DistributedSampler: found[where] = x
+_DATA = SIMPLE | {torch.Tensor}
 
-def _is_function(x): return isinstance(x, FunctionType) and not is_installed(str(x.__module__))
+def _is_data(x):
+    "Whether `x` is a number, a text or a tensor, or holds nothing else, as a batch does"
+    if type(x) not in (list, tuple): return type(x) in _DATA
+    return len(x) > FEW or _DATA.issuperset(map(type, x))
 
-def _of_plain(name, dl):
-    "Who makes the batches of a loader that does not know its place"
-    samplers = {o: getattr(dl, o, None) for o in ('sampler', 'batch_sampler')}
-    inner = getattr(samplers['batch_sampler'], 'sampler', None)
-    found = {name: dl, f'{name}.batch_sampler.sampler': inner}
-    return found | {f'{name}.{k}': o for k,o in samplers.items()}
+def _entries(path, x):
+    if len(x) > FEW: return []
+    pairs = x.items() if type(x) is dict else enumerate(x)
+    return [(f'{path}[{as_key(k)}]', o) for k,o in pairs if not _is_data(o)]
 
-_MANY = 200
-
-def _led_to(roots, seen):
-    "Objects that may read data, by path, from `roots` on and each once; rows are not looked through"
-    near = deque(roots.items())
-    for _ in range(_MANY):
-        while near and (id(near[0][1]) in seen or type(near[0][1]) in SIMPLE): near.popleft()
-        if not near: return
-        path,x = near.popleft()
-        seen.add(id(x))
-        yield path,x
-        near.extend(_inside(path, x))
-
+# %% ../../nbs/state/37_owners.ipynb #48595daf
 def _inside(path, x):
     "What an object leads to, with paths: attributes, entries of short containers, what a callable is made of"
     if isinstance(x, Subset): return [(path, x.dataset)]
@@ -159,21 +140,85 @@ def _inside(path, x):
 
 def _added(x): return [*enumerate(x.args), *x.keywords.items()]
 
-def _entries(path, x):
-    if len(x) > FEW: return []
-    pairs = x.items() if type(x) is dict else enumerate(x)
-    return [(f'{path}[{as_key(k)}]', o) for k,o in pairs if not _is_data(o)]
-
-_DATA = SIMPLE | {torch.Tensor}
-
-def _is_data(x):
-    "Whether `x` is a number, a text or a tensor, or holds nothing else, as a batch does"
-    if type(x) not in (list, tuple): return type(x) in _DATA
-    return len(x) > FEW or _DATA.issuperset(map(type, x))
+def _is_function(x): return isinstance(x, FunctionType) and not is_installed(str(x.__module__))
 
 def _is_transform(x): return str(type(x).__module__).startswith('torchvision.transforms')
 
+# %% ../../nbs/state/37_owners.ipynb #f3619265
+_MANY = 200
+
+def _led_to(roots, seen):
+    "Objects that may read data, by path, from `roots` on and each once; rows are not looked through"
+    near = deque(roots.items())
+    for _ in range(_MANY):
+        while near and (id(near[0][1]) in seen or type(near[0][1]) in SIMPLE): near.popleft()
+        if not near: return
+        path,x = near.popleft()
+        seen.add(id(x))
+        yield path,x
+        near.extend(_inside(path, x))
+
+# %% ../../nbs/state/37_owners.ipynb #5939add7
+def _add_readers(found, name, dl, without=()):
+    "Add functions and objects of the user's own that read the data, with those to which these lead"
+    data = getattr(dl, 'dataset', None)
+    readers = {f'{name}.dataset': data, f'{name}.collate_fn': getattr(dl, 'collate_fn', None)}
+    if not hasattr(dl, 'load_state_dict'): readers |= _of_plain(name, dl)
+    elif not hasattr(type(data), '__getitem__'): return
+    seen = {id(o) for o in [*found.values(), *without]}
+    for where,x in _led_to(readers, seen):
+        if is_users(x) or _is_function(x) or type(x) is DistributedSampler: found[where] = x
+
+def _of_plain(name, dl):
+    "Who makes the batches of a loader that does not know its place"
+    samplers = {o: getattr(dl, o, None) for o in ('sampler', 'batch_sampler')}
+    inner = getattr(samplers['batch_sampler'], 'sampler', None)
+    found = {name: dl, f'{name}.batch_sampler.sampler': inner}
+    return found | {f'{name}.{k}': o for k,o in samplers.items()}
+
 # %% ../../nbs/state/37_owners.ipynb #115d585c
+def _add_modules(found, name, root):
+    "Add modules with their paths; a hidden state may come with the first batch"
+    known = {id(m) for m in found.values()}
+    found.update({f'{name}.{path}'.rstrip('.'): m for path,m in root.named_modules() if id(m) not in known})
+
+def _hooks_of(model):
+    "Who is called before and after the forward of a module inside `model`, by path"
+    if not isinstance(model, nn.Module): return {}
+    kinds = '_forward_pre_hooks','_forward_hooks'
+    hooked = [(path, m) for path,m in model.named_modules() if m._forward_pre_hooks or m._forward_hooks]
+    named = [(f'model.{path}'.rstrip('.'), m) for path,m in hooked]
+    hooks = [(f'{path}.{k}', vars(m)[k].values()) for path,m in named for k in kinds]
+    return {f'{path}[{i}]': hook for path,some in hooks for i,hook in enumerate(some)}
+
+# %% ../../nbs/state/37_owners.ipynb #f208a3b0
+OPT = 'trainer.opt' # The name of an optimizer that is not of PyTorch's class
+
+def is_opt(name, owner): return name == OPT or isinstance(owner, optim.Optimizer)
+
+def _untold_opt(trainer):
+    "What stands in `trainer.opt`, is no optimizer of PyTorch, and does not tell its state"
+    opt = attributes_of(trainer).get('opt')
+    if opt is None or told_opt(trainer) or isinstance(opt, (nn.Module, optim.Optimizer)): return {}
+    several = dict(_entries('', opt)) if type(opt) in (list, tuple, dict) else None
+    return {OPT: opt if several is None else SimpleNamespace(**several)}
+
+# %% ../../nbs/state/37_owners.ipynb #0ae3368a
+def add_generators_of(found, cb, held, read=None):
+    "Add those of a callback, and of what it has `held` so far"
+    for name,(owner,without) in held.items():
+        if without is True: continue
+        roots = owners_in(cb if owner is looked_at(cb) else owner)
+        _add_generators(found, name, held_generators(roots, read), owner)
+
+def _add_generators(found, name, generators, owner=None):
+    "Add those that are no attribute of `owner`, or of what is in `found`"
+    if not generators: return
+    known = {id(part) for x in [owner, *found.values()] for part in attributes_of(x).values()}
+    deeper = {path: x for path,x in generators.items() if id(x) not in known}
+    if deeper: found[f'{name}.generators'] = SimpleNamespace(**deeper)
+
+# %% ../../nbs/state/37_owners.ipynb #f010c0c7
 def is_part(name): return _is_of_model(name) or name.startswith(('loss_func.', 'trainer.'))
 
 def others_of(trainer, held):
@@ -191,17 +236,6 @@ def others_of(trainer, held):
     read = {} # What many callbacks share is read once
     for cb in trainer.callbacks: add_generators_of(found, cb, held[id(cb)], read)
     return found | _parts(trainer, model, found['loss_func'])
-
-def readers_of(
-    trainer, # With loaders
-)->dict: # Pairs of an object and its attributes that may be state, by name
-    "Who makes the batches of a training loader that does not know its place, and generators that these hold"
-    dl,found = getattr(getattr(trainer, 'dls', None), 'train', None),{}
-    if dl is None or hasattr(dl, 'load_state_dict'): return found
-    _add_readers(found, 'dls.train', dl, [trainer, bare(trainer.model), *trainer.callbacks])
-    _add_generators(found, 'dls.train', data_generators(dl))
-    pairs = {name: (x, of_other(name, x)) for name,x in found.items()}
-    return pairs | besides(pairs)
 
 def _add_split(found, dls):
     "Add the function that splits batches, and a pair of loaders of a class of the user's own"
@@ -223,41 +257,14 @@ def _parts(trainer, model, loss_func):
     own = {f'trainer.{k}': opt for k,opt in opts.items() if not is_installed(type(opt).__module__)}
     return found | own | _untold_opt(trainer)
 
-OPT = 'trainer.opt' # The name of an optimizer that is not of PyTorch's class
-
-def is_opt(name, owner): return name == OPT or isinstance(owner, optim.Optimizer)
-
-def _untold_opt(trainer):
-    "What stands in `trainer.opt`, is no optimizer of PyTorch, and does not tell its state"
-    opt = attributes_of(trainer).get('opt')
-    if opt is None or told_opt(trainer) or isinstance(opt, (nn.Module, optim.Optimizer)): return {}
-    several = dict(_entries('', opt)) if type(opt) in (list, tuple, dict) else None
-    return {OPT: opt if several is None else SimpleNamespace(**several)}
-
-def _hooks_of(model):
-    "Who is called before and after the forward of a module inside `model`, by path"
-    if not isinstance(model, nn.Module): return {}
-    kinds = '_forward_pre_hooks','_forward_hooks'
-    hooked = [(path, m) for path,m in model.named_modules() if m._forward_pre_hooks or m._forward_hooks]
-    named = [(f'model.{path}'.rstrip('.'), m) for path,m in hooked]
-    hooks = [(f'{path}.{k}', vars(m)[k].values()) for path,m in named for k in kinds]
-    return {f'{path}[{i}]': hook for path,some in hooks for i,hook in enumerate(some)}
-
-def _add_modules(found, name, root):
-    "Add modules with their paths; a hidden state may come with the first batch"
-    known = {id(m) for m in found.values()}
-    found.update({f'{name}.{path}'.rstrip('.'): m for path,m in root.named_modules() if id(m) not in known})
-
-def add_generators_of(found, cb, held, read=None):
-    "Add those of a callback, and of what it has `held` so far"
-    for name,(owner,without) in held.items():
-        if without is True: continue
-        roots = owners_in(cb if owner is looked_at(cb) else owner)
-        _add_generators(found, name, held_generators(roots, read), owner)
-
-def _add_generators(found, name, generators, owner=None):
-    "Add those that are no attribute of `owner`, or of what is in `found`"
-    if not generators: return
-    known = {id(part) for x in [owner, *found.values()] for part in attributes_of(x).values()}
-    deeper = {path: x for path,x in generators.items() if id(x) not in known}
-    if deeper: found[f'{name}.generators'] = SimpleNamespace(**deeper)
+# %% ../../nbs/state/37_owners.ipynb #6232b92f
+def readers_of(
+    trainer, # With loaders
+)->dict: # Pairs of an object and its attributes that may be state, by name
+    "Who makes the batches of a training loader that does not know its place, and generators that these hold"
+    dl,found = getattr(getattr(trainer, 'dls', None), 'train', None),{}
+    if dl is None or hasattr(dl, 'load_state_dict'): return found
+    _add_readers(found, 'dls.train', dl, [trainer, bare(trainer.model), *trainer.callbacks])
+    _add_generators(found, 'dls.train', data_generators(dl))
+    pairs = {name: (x, of_other(name, x)) for name,x in found.items()}
+    return pairs | besides(pairs)
