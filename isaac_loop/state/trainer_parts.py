@@ -40,6 +40,15 @@ def _named_parts(trainer, kind):
         names.setdefault(id(x), []).append(name)
     return [(names[key], x) for key,x in parts.items()]
 
+def further_names(
+    trainer, # Any
+    kind, # As for `parts_of`
+)->set: # Names of attributes
+    "Other names of the same parts, and of the model; earlier versions have saved what each of them named"
+    first = parts_of(trainer, kind)
+    return {name for name,x in vars(trainer).items() if isinstance(x, kind) and name not in first}
+
+# %% ../../nbs/state/54_trainer_parts.ipynb #32000b06
 def opts_of(
     trainer, # Any
 )->dict: # By the name of the attribute
@@ -66,14 +75,7 @@ def _few(x):
     if type(x) not in (list, tuple, dict) or len(x) > 20: return []
     return [*(x.values() if type(x) is dict else x)]
 
-def further_names(
-    trainer, # Any
-    kind, # As for `parts_of`
-)->set: # Names of attributes
-    "Other names of the same parts, and of the model; earlier versions have saved what each of them named"
-    first = parts_of(trainer, kind)
-    return {name for name,x in vars(trainer).items() if isinstance(x, kind) and name not in first}
-
+# %% ../../nbs/state/54_trainer_parts.ipynb #43283dc6
 def all_parameters(trainer):
     "All parameters, in an order that does not change"
     modules = [trainer.model, *parts_of(trainer, nn.Module).values()]
@@ -86,6 +88,7 @@ def opts_made(trainer):
     def made(opt): return [[numbers.get(id(p), -1) for p in params] for params in groups(opt)]
     return {name: [type(opt).__name__, made(opt)] for name,opt in opts_of(trainer).items()}
 
+# %% ../../nbs/state/54_trainer_parts.ipynb #ea8fe006
 _OF_OPTS = 'opts','opt_classes','opts_made','opts_began','opt_defaults'
 _KEPT_BY_NAME = {optim.Optimizer: _OF_OPTS, nn.Module: ('modules', 'modes')}
 
