@@ -87,6 +87,35 @@ def _lies(x):
     if is_array(x): return x.size > 0 and x.dtype.kind in 'biufc'
     return has_memory(x) and x.data_ptr() != 0
 
+# %% ../../nbs/state/29_hosts.ipynb #a997bfbd
+def _looks(x): return [list(x.shape), list(x.stride()), x.dtype]
+
+def _looks_of_array(x):
+    steps = [n//x.itemsize for n in x.strides]
+    return [list(x.shape), steps, torch.from_numpy(type(x)(0, x.dtype)).dtype]
+
+def _place(x, offset, path, host):
+    "Where `x` lies in its host"
+    if x is host: return dict(host=path)
+    if is_array(x) and min(x.strides, default=0) < 0: raise Beyond([path]) # No tensor can lie there
+    looks = _looks_of_array(x) if is_array(x) else _looks(x)
+    grad = not is_array(x) and x.is_leaf and x.requires_grad
+    return dict(zip(('shape', 'stride', 'dtype'), looks), host=path, like=_looks(host), offset=offset,
+                whole=not is_array(x) and looks == _looks(host), array=is_array(x), grad=grad)
+
+def _view(host, place):
+    offset = host.storage_offset()*host.element_size()+place['offset']
+    made = torch.empty(0, dtype=place['dtype'], device=host.device)
+    return made.set_(host.untyped_storage(), offset//made.element_size(), place['shape'], place['stride'])
+
+# %% ../../nbs/state/29_hosts.ipynb #4a6db891
+def _is_at(x, new): return x is new or (_lies(x) and _bytes_of(x) == _bytes_of(new))
+
+def _state_at(opt, k):
+    params = _numbered(opt)
+    return opt.state.get(params[k] if type(k) is int and k < len(params) else k)
+
+# %% ../../nbs/state/29_hosts.ipynb #5e7bc965
 def _saved_buffers(root):
     "Pairs of a name and a buffer that the `state_dict` of a module has"
     parts = [(path, m, m._non_persistent_buffers_set) for path,m in root.named_modules()]
@@ -198,29 +227,3 @@ class Hosts:
             if new is None or not has_place: lost.append(self.name(path))
             elif not _is_at(now, new): holder[path[-1]] = new
         return lost
-
-def _is_at(x, new): return x is new or (_lies(x) and _bytes_of(x) == _bytes_of(new))
-
-def _state_at(opt, k):
-    params = _numbered(opt)
-    return opt.state.get(params[k] if type(k) is int and k < len(params) else k)
-
-def _looks(x): return [list(x.shape), list(x.stride()), x.dtype]
-
-def _looks_of_array(x):
-    steps = [n//x.itemsize for n in x.strides]
-    return [list(x.shape), steps, torch.from_numpy(type(x)(0, x.dtype)).dtype]
-
-def _place(x, offset, path, host):
-    "Where `x` lies in its host"
-    if x is host: return dict(host=path)
-    if is_array(x) and min(x.strides, default=0) < 0: raise Beyond([path]) # No tensor can lie there
-    looks = _looks_of_array(x) if is_array(x) else _looks(x)
-    grad = not is_array(x) and x.is_leaf and x.requires_grad
-    return dict(zip(('shape', 'stride', 'dtype'), looks), host=path, like=_looks(host), offset=offset,
-                whole=not is_array(x) and looks == _looks(host), array=is_array(x), grad=grad)
-
-def _view(host, place):
-    offset = host.storage_offset()*host.element_size()+place['offset']
-    made = torch.empty(0, dtype=place['dtype'], device=host.device)
-    return made.set_(host.untyped_storage(), offset//made.element_size(), place['shape'], place['stride'])
