@@ -92,15 +92,47 @@ def _check_handler(name, handler, event, wrong=_ARGUMENTS):
         if inspect.ismethod(handler): raise TypeError(wrong.format(name, '()', e)) from None
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #3c5d7e84
-_A_CLASS = '`{0}` is a class, and only an object can be a callback. Make one: `{0}()`.'
-_NO_EVENT = ('`{}` is not an event, so it would never run.{} '
-             'If it is meant for your own use, call it something that does not begin like an event; '
-             'an event of your own is declared in a subclass of the trainer, by `events = (...)`.')
+_NO_STEP = '`{}` is marked with `@replaces`, but only a step can be replaced, such as {}.'
+
+def _check_answer(callback, name, event):
+    "Refuse an answer to `event` that could not run, or that replaces what cannot be replaced"
+    _check_handler(name, handler_of(callback, event), event)
+    if is_replacing(callback, event) and (event in ROW_EVENTS or event.startswith(_PREFIXES)):
+        raise ValueError(_NO_STEP.format(name, ', '.join(STEPS)))
+
+# %% ../../nbs/loop/27_callback_checks.ipynb #d986cf5b
+def _meant(wrong, events):
+    "What to write instead of `wrong`, if one can guess it"
+    small = _in_small_letters(wrong, events)
+    if small: return f' Did you mean `{small}`?'
+    return called_here(wrong, EVENT_NAMES) or did_you_mean(wrong, events)
+
+# %% ../../nbs/loop/27_callback_checks.ipynb #444fee3f
 _NOTHING = ('`{}` ({}) has no method named after an event, so as a callback it would do nothing. '
             f'Events are {", ".join(EVENTS[:4])}, ...; `isaac_loop.loop.events.EVENTS` has them all. '
             'A function answers the event it is named after; '
             '`SimpleNamespace(after_batch=f)` lets any function answer any event.')
-_NO_STEP = '`{}` is marked with `@replaces`, but only a step can be replaced, such as {}.'
+
+def _does_nothing(callback, name):
+    "The message for an object that answers no event"
+    kind = 'a function' if function_name(callback) else f'an object of class {type(callback).__name__}'
+    foreign = any(o.startswith('on_') and callable(getattr(type(callback), o, None)) for o in dir(callback))
+    return _NOTHING.format(name, kind) + (f' {FOREIGN}' if foreign else '')
+
+# %% ../../nbs/loop/27_callback_checks.ipynb #b0eb53cf
+_WITH_ON = [f'on_{event}' for event in EVENTS if event.startswith(_PREFIXES)]
+
+def _foreign(callback):
+    "Methods of a class that are named after events of other libraries, and called by nobody here"
+    known = dict.fromkeys([*FOREIGN_EVENTS, *_WITH_ON])
+    found = [o for o in known if inspect.isroutine(getattr(type(callback), o, None))]
+    return [] if found and 'foreign_event' in names_in(getattr(callback, 'silent', None)) else found
+
+# %% ../../nbs/loop/27_callback_checks.ipynb #5d082c7d
+_A_CLASS = '`{0}` is a class, and only an object can be a callback. Make one: `{0}()`.'
+_NO_EVENT = ('`{}` is not an event, so it would never run.{} '
+             'If it is meant for your own use, call it something that does not begin like an event; '
+             'an event of your own is declared in a subclass of the trainer, by `events = (...)`.')
 _FOREIGN_EVENT = ('`{}` is an event of other libraries, and never runs here. Here it is {}. If you call it '
                   "yourself, say so by `silent = 'foreign_event'`.")
 _FLAG = 'The trainer does not look at `{}`, which is a word of fastai. Here it is {}.'
@@ -133,6 +165,7 @@ def check_callback(
     order = order_of(callback) # An error if it is no number
     if math.isnan(order): raise TypeError(NO_ORDER.format(name=name, order=order))
 
+# %% ../../nbs/loop/27_callback_checks.ipynb #28ffc239
 def kind_of(
     callback, # The candidate
     events, # Names it may answer
@@ -155,33 +188,7 @@ def _says_more(name, events):
     "Whether an attribute of this name may decide if its owner is in order"
     if name in events or name in _OF_CALLBACKS: return True
     return _may_be_meant(name, events) and _looks_like_event(name, events)
-
-_WITH_ON = [f'on_{event}' for event in EVENTS if event.startswith(_PREFIXES)]
 _OF_CALLBACKS = {'order', 'silent', 'callbacks', 'on_ranks', *FLAGS, *FOREIGN_EVENTS}
-
-def _foreign(callback):
-    "Methods of a class that are named after events of other libraries, and called by nobody here"
-    known = dict.fromkeys([*FOREIGN_EVENTS, *_WITH_ON])
-    found = [o for o in known if inspect.isroutine(getattr(type(callback), o, None))]
-    return [] if found and 'foreign_event' in names_in(getattr(callback, 'silent', None)) else found
-
-def _meant(wrong, events):
-    "What to write instead of `wrong`, if one can guess it"
-    small = _in_small_letters(wrong, events)
-    if small: return f' Did you mean `{small}`?'
-    return called_here(wrong, EVENT_NAMES) or did_you_mean(wrong, events)
-
-def _check_answer(callback, name, event):
-    "Refuse an answer to `event` that could not run, or that replaces what cannot be replaced"
-    _check_handler(name, handler_of(callback, event), event)
-    if is_replacing(callback, event) and (event in ROW_EVENTS or event.startswith(_PREFIXES)):
-        raise ValueError(_NO_STEP.format(name, ', '.join(STEPS)))
-
-def _does_nothing(callback, name):
-    "The message for an object that answers no event"
-    kind = 'a function' if function_name(callback) else f'an object of class {type(callback).__name__}'
-    foreign = any(o.startswith('on_') and callable(getattr(type(callback), o, None)) for o in dir(callback))
-    return _NOTHING.format(name, kind) + (f' {FOREIGN}' if foreign else '')
 
 # %% ../../nbs/loop/27_callback_checks.ipynb #33964344
 _STEP_IS_SPAN = ('`{}` is decorated with `with_cbs`, but the step `{}` is a span already, '
