@@ -58,6 +58,7 @@ def _of_source(bits):
     seeds = getattr(bits, 'seed_seq', None)
     return bits.state | dict(seed_seq=seeds.state) if is_seeds(seeds) else bits.state
 
+# %% ../../nbs/data/52_random_generators.ipynb #428a3bdb
 def seeds_at(
     here, # A `SeedSequence`, or what is in its place
     state:dict, # Of another one
@@ -85,6 +86,7 @@ def set_drawn(
     elif hasattr(x, 'set_state'): x.set_state(state)
     else: _set_source(getattr(x, 'bit_generator', x), state)
 
+# %% ../../nbs/data/52_random_generators.ipynb #eb3f1bb7
 def begin_anew(
     x, # A generator
     seed:int, # From 0 to 2**64 - 1
@@ -103,6 +105,7 @@ def _begin_of_old(x, seed):
     if kind.__name__ == 'MT19937': x.seed(seed % 2**32)
     else: x.set_state(type(x)(kind(seed)).get_state(legacy=False))
 
+# %% ../../nbs/data/52_random_generators.ipynb #6dfa55a3
 @contextmanager
 def generators_kept(
     generators, # Several
