@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from ..basics.checks import short_path, warn
 from ..basics.output import say
 from .counted_fits import belongs_to, why_over
-from .no_effect import warn_of_rates
+from .no_effect import warn_of_nothing_trained, warn_of_rates
 from .which_run import explain_fresh, left_before
 from ..data.generators import data_generators, PARTS
 from ..data.shared_loaders import exact_instead
@@ -91,10 +91,12 @@ def tell_what_differs(trainer, state):
     "Say what has no effect, and what nobody can tell"
     warn_of_rates(trainer, state, 'begin anew in another folder')
     warn_of_unsaved(trainer)
-    others = [*other_facts(trainer, state), *new_holders(trainer, state)]
+    others = _other_parts(trainer, state)
     if others: warn(_OTHERWISE.format('; '.join(others)))
     if told := data_unchecked(trainer, state):
         say(f'Whether these are the data of the saved run cannot be told: {told}.')
+
+def _other_parts(trainer, state): return [*other_facts(trainer, state), *new_holders(trainer, state)]
 
 _OTHERWISE = ('The run goes on otherwise than it was saved: {}. If that is not meant, make it as it was, or '
               'begin anew in another folder.')
@@ -158,6 +160,7 @@ def takes_up(trainer, fits, weights, state, strict=True, mine=False):
     if not fits.over: as_when_shared(trainer, fits, state)
     if whose != 'a later fit': check_fits(trainer, weights, state, strict)
     if not fits.over: tell_what_differs(trainer, state)
+    elif whose == 'this fit': warn_of_nothing_trained(trainer, state, _other_parts(trainer, state))
     return True
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #812c651a

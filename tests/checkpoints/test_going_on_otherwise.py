@@ -1,5 +1,6 @@
 "Runs that go on with another optimizer or rate, and what counts as the best."
 
+import functools
 import warnings
 
 import pytest
@@ -12,11 +13,13 @@ from isaac_loop.all import (
     BasicTrainCB,
     CancelEpochException,
     CheckpointCB,
+    ClipGradCB,
     DataLoaders,
     EarlyStoppingCB,
     KeepBestCB,
     MetricsCB,
     MixedPrecisionCB,
+    OneCycleSchedulerCB,
     ResumeMismatch,
     RewindCB,
     Trainer,
@@ -99,6 +102,69 @@ def test_another_rate_is_said_to_have_no_effect_on_a_run_that_goes_on(tmp_path):
     with pytest.warns(UserWarning, match=r"`lr=0.01` \(saved: 0.1\) has no effect"):
         t.fit(2, 0.01, valid=False)
     assert t.opt.param_groups[0]["lr"] == 0.1 and t.n_updates == 12
+
+
+def fit_to_its_end(folder, *callbacks, opt_func=optim.Adam, loss=F.mse_loss, n=2, lr=0.1):
+    "The trainer, and what is warned of by a fit that is saved in this folder"
+    t = exact_trainer(CheckpointCB(folder), *callbacks, opt_func=opt_func)
+    t.loss_func = loss
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        t.fit(n, lr, valid=False)
+    return t, [str(o.message) for o in told]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(lr=0.01), "`lr=0.01` (saved: 0.1)"),
+        (dict(lr=0.01, n=1), "`lr=0.01` (saved: 0.1)"),
+        (dict(opt_func=functools.partial(optim.Adam, weight_decay=0.5)), "`weight_decay=0.5` (saved: 0)"),
+        (dict(loss=F.l1_loss), "the loss is `l1_loss("),
+    ],
+)
+def test_a_finished_run_says_which_settings_have_no_effect(options, words, tmp_path):
+    "Three rates in one folder were three times the first model, and nobody was told"
+    first, told = fit_to_its_end(tmp_path)
+    assert told == []
+    again, told = fit_to_its_end(tmp_path, **options)
+    assert torch.equal(first.model.weight, again.model.weight)
+    assert len(told) == 1 and told[0].startswith("This fit was complete already, so nothing is trained")
+    assert words in told[0] and "another folder for each setting" in told[0]
+    assert "resume='never'" in told[0]
+
+
+def test_a_finished_run_names_all_that_differs_at_once(tmp_path):
+    fit_to_its_end(tmp_path, ClipGradCB(1.0))
+    opt_func = functools.partial(optim.Adam, weight_decay=0.5)
+    _, (told,) = fit_to_its_end(tmp_path, ClipGradCB(2.0), opt_func=opt_func, lr=0.01)
+    for words in ("`lr=0.01` (saved: 0.1)", "`weight_decay=0.5` (saved: 0)", "was `ClipGradCB(1.0"):
+        assert words in told
+
+
+def test_a_finished_run_with_the_same_settings_is_no_false_alarm(tmp_path):
+    "Also with a schedule, with another loss by now, in a second fit at another rate, and with fewer epochs"
+
+    def before_epoch(trainer):
+        if trainer.epoch == 1:
+            trainer.loss_func = F.l1_loss
+
+    for folder, make, n_again in (
+        ("plain", list, 2),
+        ("scheduled", lambda: [OneCycleSchedulerCB()], 2),
+        ("exchanged", lambda: [before_epoch], 2),
+        ("fewer", list, 1),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit_to_its_end(tmp_path / folder, *make())
+        assert not [o for o in fit_to_its_end(tmp_path / folder, *make(), n=n_again)[1] if "complete" in o]
+    for _ in range(2):
+        t = exact_trainer(CheckpointCB(tmp_path / "two"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            t.fit(1, 0.1, valid=False)
+            t.fit(1, 0.01, valid=False)
 
 
 def test_a_checkpoint_loaded_by_hand_moves_the_loaders_on(tmp_path):
