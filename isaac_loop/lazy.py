@@ -64,8 +64,14 @@ def _hint(public):
         if public in names:
             place = path.stem if path.parent == package else path.parent.name
             return f' It is in `{__package__}.{place}`.'.replace('.__init__', '')
-    near = import_module('.basics.checks', __package__).did_you_mean(public, known, cutoff=0.8)
-    return words.called_here(public, words.NAMES) or near
+    return words.called_here(public, words.NAMES) or _near(public, known)
+
+def _near(public, known):
+    "A question after the callback that ends in `CB` instead, or else after the nearest name"
+    as_callback = public.removesuffix('Callback')+'CB'
+    if as_callback in known: return f' Did you mean `{as_callback}`?'
+    others = [o for o in known if not public.endswith(o)] # An `RNNCallback` is no `Callback` misspelt
+    return import_module('.basics.checks', __package__).did_you_mean(public, others, cutoff=0.8)
 
 
 def _imports(source):

@@ -11,6 +11,7 @@ from inspect import signature
 from typing import TypeVar
 
 from .checks import did_you_mean
+from .foreign_names import CALLBACKS_ELSEWHERE, TRAINING_ELSEWHERE
 from .output import say
 
 # %% ../../nbs/basics/12_old_names.ipynb #dd3f1b2a
@@ -77,7 +78,7 @@ NAMES = {
     'PPDict': '`Table`, or `MetricsCB(show=\'dict\')` for rows',
     'mask2idxs': "fastcore's `L(mask).argwhere(bool)`",
     'get_images': "fastai's `get_image_files`, or `folder.glob('*.jpg')`",
-}
+} | CALLBACKS_ELSEWHERE | TRAINING_ELSEWHERE
 
 # %% ../../nbs/basics/12_old_names.ipynb #b1122580
 OF_TRAINER = {

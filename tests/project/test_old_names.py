@@ -97,6 +97,45 @@ def test_a_name_that_is_elsewhere_is_said_to_be_there():
     exec("from isaac_loop.basics import old_names")
 
 
+@pytest.mark.parametrize(
+    "word, ours",
+    [
+        ("ModelCheckpoint", "CheckpointCB"),  # It was `Checkpoint`, which only reads what is saved
+        ("SaveModelCallback", "CheckpointCB"),
+        ("EarlyStopping", "EarlyStoppingCB"),
+        ("LearningRateMonitor", "LoggerCB"),
+        ("ReduceLROnPlateau", "PlateauSchedulerCB"),
+        ("CSVLogger", "LoggerCB"),
+        ("TensorBoardLogger", "LoggerCB"),
+        ("GradientAccumulation", "AccumulationCB"),
+        ("StochasticWeightAveraging", "SWACB"),
+        ("ModelEmaCallback", "EMACB"),
+        ("TerminateOnNaN", "NonFiniteStopCB"),
+        ("MixedPrecision", "MixedPrecisionCB"),
+        ("GradientClip", "ClipGradCB"),
+        ("ProgressBar", "ProgressCB"),
+        ("RichProgressBar", "ProgressCB"),
+        ("Timer", "LimitCB"),
+        ("LearnerCallback", "Callback"),
+        ("Learner", "Trainer"),
+        ("DataBlock", "DataLoaders"),
+        ("DataLoader", "torch.utils.data.DataLoader"),
+        ("LightningModule", "Trainer"),
+        ("LearningRateFinder", "trainer.lr_find"),
+        ("EMACallback", "EMACB"),
+        ("MetricsCallback", "MetricsCB"),
+        ("SWA", "SWACB"),
+        ("RNNCallback", None),  # No `Callback` misspelt
+        ("NetworkCheckpoint", None),
+    ],
+)
+def test_what_others_call_otherwise_is_told_by_the_name_of_what_does_the_same(word, ours):
+    with pytest.raises(AttributeError) as caught:
+        getattr(everything, word)
+    named = re.findall(r"`([\w.]+)", str(caught.value))
+    assert ours in named if ours else not named
+
+
 def test_an_import_from_anywhere_says_so(tmp_path):
     "From a module that is no folder, too; Python's own message would take its place"
     for line, end in (
