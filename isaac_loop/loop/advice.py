@@ -36,6 +36,9 @@ def check_epochs(
 
 # %% ../../nbs/loop/28_advice.ipynb #d4724cf9
 _BY_NAME = '`lr` is the callback `{}`, but the optimizer needs a number. Pass it as `fit(3, callbacks=...)`.'
+_A_CURVE = ('`lr` is `{0}`, which has tried {1} rates, but the optimizer needs one number. Look at the '
+            'curve, and take one: `finder = trainer.lr_find()`, and then '
+            "`fit(3, lr=finder.suggestions()['valley'])`.")
 
 def check_lr(
     lr, # What was given
@@ -45,6 +48,8 @@ def check_lr(
         if isinstance(lr, (str, bool)): raise TypeError
         value = float(lr)
     except (TypeError, ValueError):
+        tried = getattr(lr, 'lrs', None) # Of a finder; one that has not searched yet may be meant to
+        if tried: raise TypeError(_A_CURVE.format(callback_name(lr), len(tried))) from None
         is_callback = any(handler_of(lr, event) is not None for event in EVENTS)
         if is_callback: raise TypeError(_BY_NAME.format(callback_name(lr))) from None
         raise TypeError(f'`lr` is {lr!r}, but the optimizer needs a number. '

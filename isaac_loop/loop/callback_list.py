@@ -15,7 +15,7 @@ from ..basics.old_names import OF_TRAINER, called_here
 from .events import EVENTS, callback_name, handler_of, members
 from .handlers import has_own_batch
 from .history import updates_of_run
-from .shared_attributes import STATE
+from .shared_attributes import DEFAULTS, STATE
 
 # %% ../../nbs/loop/26_callback_list.ipynb #b412dba0
 def is_several(
@@ -135,7 +135,9 @@ class ByName:
         if hint: raise AttributeError(missing, name=None, obj=None) # Without Python's own guess
         raise AttributeError(missing)
 
-    def __dir__(self): return [*super().__dir__(), *self._named]
+    def __dir__(self):
+        empty = [k for k,x in DEFAULTS.items() if x is vars(self).get(k)] # No callback has written it
+        return [*(name for name in super().__dir__() if name not in empty), *self._named]
 
     def __repr__(self):
         names = ', '.join(map(callback_name, self.callbacks)) or 'none'

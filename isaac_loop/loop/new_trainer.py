@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/loop/31_new_trainer.ipynb #7a0dc7e7
 from functools import wraps
+from numbers import Number
 
 import torch
 
@@ -22,9 +23,21 @@ _WRONG_ORDER = ('{}, so nothing could be trained with it. The order is '
                 '`Trainer(dls, loss_func, opt_func, model, callbacks)`, with a model that has been made.')
 _NO_OPT_FUNC = ('`opt_func` is {!r}, and each fit calls it with parameters and a rate. Pass a class, such as '
                 '`torch.optim.SGD`, or a function.')
+_NO_LOSS_FUNC = ('`loss_func` is {!r}, and each batch calls it with predictions and targets. Pass a '
+                 'function, such as `torch.nn.functional.{}`, or a module that has been made.')
 _LOSS_CLASS = ('`loss_func` is the class `{0}`, and calling it would make a module instead of a loss. '
                'Make one: `{0}()`.')
 
+def _of_torch(name):
+    "A loss function of PyTorch: the one that is called `name`, if there is one"
+    is_one = isinstance(name, str) and callable(getattr(torch.nn.functional, name, None))
+    return name if is_one else 'cross_entropy'
+
+def _is_optimizer(x):
+    "Whether `x` is one, or a class of them"
+    return issubclass(x if isinstance(x, type) else type(x), torch.optim.Optimizer)
+
+# %% ../../nbs/loop/31_new_trainer.ipynb #8a1253dc
 def check_new_trainer(
     trainer, # Has the attributes that it was given
     kwargs:dict, # For its `subclassing_method`
@@ -34,24 +47,22 @@ def check_new_trainer(
     made_of = type(opt_func).__name__
     if isinstance(trainer.dls, torch.nn.Module): # It has a method `train`
         raise TypeError(_WRONG_ORDER.format(f'`dls` is a module, {type(trainer.dls).__name__}'))
-    if isinstance(model, (int, float)): raise TypeError(_WRONG_ORDER.format(f'`model` is {model!r}'))
+    if isinstance(model, (str, Number)): raise TypeError(_WRONG_ORDER.format(f'`model` is {model!r}'))
     if getattr(model, '__module__', None) == 'torch.nn.functional':
         raise TypeError(_WRONG_ORDER.format(f'`model` is the function `{model.__name__}`'))
-    if isinstance(opt_func, str): raise TypeError(_NO_OPT_FUNC.format(opt_func))
+    if isinstance(opt_func, (str, Number)): raise TypeError(_NO_OPT_FUNC.format(opt_func))
     if isinstance(opt_func, torch.optim.Optimizer): raise TypeError(_AN_OPTIMIZER.format(made_of))
     if isinstance(model, type):
         raise TypeError(_WRONG_ORDER.format(f'`model` is the class `{model.__name__}`'))
     if isinstance(opt_func, torch.nn.Module):
         raise TypeError(_WRONG_ORDER.format(f'`opt_func` is a module, {made_of}'))
     if _is_optimizer(loss_func): raise TypeError(_WRONG_ORDER.format('`loss_func` is an optimizer'))
+    if isinstance(loss_func, (str, Number)):
+        raise TypeError(_NO_LOSS_FUNC.format(loss_func, _of_torch(loss_func)))
     if isinstance(loss_func, type) and issubclass(loss_func, torch.nn.Module):
         raise TypeError(_LOSS_CLASS.format(loss_func.__name__))
     check_keywords(type(trainer), kwargs)
     check_trainer_class(type(trainer), trainer.plan.events)
-
-def _is_optimizer(x):
-    "Whether `x` is one, or a class of them"
-    return issubclass(x if isinstance(x, type) else type(x), torch.optim.Optimizer)
 
 # %% ../../nbs/loop/31_new_trainer.ipynb #36cc7cfe
 _THE_ORDER = ('The order is `Trainer(dls, loss_func, opt_func, model, callbacks)`; the rate is given to '

@@ -268,6 +268,28 @@ def test_an_optimizer_by_name_is_refused_before_anything_calls_it():
         Trainer(DataLoaders([]), F.mse_loss, "SGD", nn.Linear(1, 1), None)
 
 
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            dict(loss_func="cross_entropy"),
+            "`loss_func` is 'cross_entropy'.*`torch.nn.functional.cross_entropy`",
+        ),
+        (dict(loss_func="mse_loss"), "`loss_func` is 'mse_loss'.*`torch.nn.functional.mse_loss`"),
+        (dict(loss_func="MSE"), "`loss_func` is 'MSE'.*such as `torch.nn.functional.cross_entropy`"),
+        (dict(loss_func=0.1), "`loss_func` is 0.1, and each batch calls it"),
+        (dict(opt_func=0.1), "`opt_func` is 0.1.*such as `torch.optim.SGD`"),
+        (dict(model="resnet18"), "`model` is 'resnet18'.*The order is"),
+    ],
+)
+def test_a_name_or_a_number_in_the_place_of_a_function_or_a_model_is_refused(change, words):
+    "A loss by its name failed in the first batch, since a text cannot be called"
+    right = dict(dls=DataLoaders([]), loss_func=F.mse_loss, opt_func=optim.SGD, model=nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=words):
+        Trainer(**(right | change), callbacks=None)
+    Trainer(**(right | dict(loss_func=None, opt_func=None)), callbacks=None)
+
+
 @pytest.mark.parametrize("events", [("after_draw", 3), 3])
 def test_events_that_are_no_names_are_refused(events):
     cls = type("DrawTrainer", (Trainer,), dict(events=events))

@@ -225,6 +225,28 @@ def test_it_can_be_asked_by_somebody_who_cannot_be_pickled():
         )
 
 
+@pytest.mark.parametrize("options", [{}, dict(n_batches=2)])
+def test_what_was_found_is_no_rate_and_the_error_says_how_to_take_one(options):
+    "To pass it as `callbacks`, as it was told, runs a second search in the place of the training"
+    trainer = make_trainer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        finder = trainer.lr_find(**options)
+    with pytest.raises(TypeError, match=r"one number.*lr=finder.suggestions\(\)\['valley'\]") as caught:
+        trainer.fit(1, lr=finder)
+    assert "callbacks" not in str(caught.value)
+    with pytest.raises(TypeError, match=r"Pass it as `fit\(3, callbacks=...\)`"):
+        trainer.fit(1, LRFinderCB())
+
+
+def test_the_finder_is_offered_where_there_is_one():
+    trainer = make_trainer()
+    assert trainer.lr_finder is None and trainer.interrupted is None
+    assert not {"lr_finder", "interrupted"} & {*dir(trainer)} and {"lr_find", "lr"} & {*dir(trainer)}
+    trainer.fit(1, callbacks=LRFinderCB(n_batches=3))
+    assert "lr_finder" in dir(trainer) and "interrupted" not in dir(trainer)
+
+
 def test_two_searches_find_the_same():
     trainer = make_trainer(generator=torch.Generator().manual_seed(1))
     first, second = trainer.lr_find(), trainer.lr_find()
