@@ -6,6 +6,9 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #7e1117cc
+from types import FunctionType, ModuleType
+
+from ...basics.tables import Table
 from . import check_attacks, check_best, check_cancels, check_counts
 from . import check_effects, check_forgotten, check_formulas, check_forwards
 from . import check_habits, check_hooks, check_kept, check_last_batch
@@ -182,3 +185,24 @@ RULES |= {
     'variance_as_std': check_ties.variances_for_spreads,
     'ranking_turned': check_ties.distances_turned,
 }
+
+# %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #69d4f99b
+_WITH_ANOTHER = { # Names that other rules give
+    'never_backward': 'Steps of an optimizer for which no loss goes backward',
+    'zero_gradient': 'Weights whose gradient is zero in each batch',
+}
+
+def mistakes(
+    rules:dict, # By the name of what each finds
+)->Table: # A row for each
+    "What is wrong where a finding of this name is told"
+    return Table([dict(name=name, mistake=_WITH_ANOTHER.get(name) or _said(f)) for name,f in rules.items()])
+
+def _said(rule):
+    "The first line of a rule, or of each function that it joins"
+    if rule.__doc__: return rule.__doc__.strip().splitlines()[0]
+    known,names = rule.__globals__,rule.__code__.co_names
+    places = [known, *(vars(known[o]) for o in names if isinstance(known.get(o), ModuleType))]
+    joined = [place.get(name) for name in names for place in places]
+    said = [o.__doc__.strip().splitlines()[0] for o in joined if isinstance(o, FunctionType) and o.__doc__]
+    return '; '.join(o for o in dict.fromkeys(said) if not o.startswith('Whether ')) # Those only ask
