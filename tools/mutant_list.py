@@ -248,7 +248,7 @@ MUTANTS = [
     ),
     Mutant(
         "two providers are told of in each kind of pass",
-        "Watch._tell",
+        "_warn_of_several",
         "if names in trainer.plan.told: return",
         "pass",
         ["test_two_callbacks_that_both_predict_are_warned_of_once_in_a_fit"],

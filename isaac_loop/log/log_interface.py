@@ -10,6 +10,8 @@ import inspect, json
 from functools import partial
 from pathlib import Path
 
+from fastcore.basics import patch
+
 from ..basics.checks import check_function, warn
 from ..loop.events import CancelException, callback_name
 
@@ -49,10 +51,6 @@ def _check_log(log):
 # %% ../../nbs/log/20_log_interface.ipynb #6e23c97b
 _FAILED = ('The log `{name}` failed at step {step} ({kind}: {error}), and lacks {what}. Training goes on; '
            'rows are tried again when an epoch ends, and those it never takes are in `LoggerCB.unsent`.')
-_CANNOT_SHOW = ('The log `{log}` cannot show {kind}, so `{name}` and others like it are missing there. '
-                'It can show {kinds}; for the rest add another log.')
-_NEVER = TypeError,ValueError,OverflowError # The fault lies in the row
-_PERHAPS = OSError,json.JSONDecodeError # A service that is down may answer with something else than JSON
 
 class Outlet:
     "One log, which is asked only for what it has, and may fail"
@@ -73,11 +71,6 @@ class Outlet:
         self.unsent,self.refused = [],[] # Rows that wait, and those that the log will never take
         self.warned,self.skipped = False,set()
 
-    def tell(self, method, *args):
-        "Call `method` of the log, if it has it; errors come out"
-        f = getattr(self.log, method, None)
-        if f is not None: f(*args)
-
     def send(self, values, step, table):
         "Hand over a row, behind those that still wait"
         if self.row is None: return
@@ -91,43 +84,63 @@ class Outlet:
                 self.refused.append(self.unsent[0])
             self.unsent.pop(0)
 
-    def show(self, media, step):
-        "Hand over something to look at, if the log can show it"
-        kind,f = media['kind'],getattr(self.log, 'media', None)
-        if f is None: return
-        if kind in getattr(self.log, 'kinds', (kind,)):
-            self._attempt(f'{kind} `{media["name"]}`', step, partial(f, step=step, **media))
-        elif kind not in self.skipped: self._skip(kind, media['name'])
-
-    def alert(self, text, step):
-        "Hand over an alert"
-        self._attempt('an alert', step, self.tell, 'alert', text, step)
-
-    def finish(self, ok, step):
-        "Try the last rows, and close the log"
-        if self.unsent: self.retry()
-        self._attempt('its end', step, self.tell, 'close', ok)
-
     def _takes(self, values, step, table):
         return self._attempt('a row', step, self.row, values, step, table=table)
 
-    def _attempt(self, what, step, f, *args, **kwargs):
-        "Whether `f` could do it; if not, warn, once"
-        try: f(*args, **kwargs)
-        except CancelException:
-            if not self.over: raise # When the fit has ended there is nothing left to cancel
-        except Exception as error:
-            self._never = isinstance(error, _NEVER) and not isinstance(error, _PERHAPS)
-            about = dict(name=self.name, step=step, kind=type(error).__name__, error=error, what=what)
-            if not self.warned: warn(self.failed.format(**about))
-            self.warned = True
-            return False
-        return True
+# %% ../../nbs/log/20_log_interface.ipynb #ffc86a32
+_NEVER = TypeError,ValueError,OverflowError # The fault lies in the row
+_PERHAPS = OSError,json.JSONDecodeError # A service that is down may answer with something else than JSON
 
-    def _skip(self, kind, name):
-        self.skipped.add(kind)
-        kinds = ', '.join(self.log.kinds) or 'nothing'
-        warn(_CANNOT_SHOW.format(log=self.name, kind=kind, name=name, kinds=kinds))
+@patch
+def _attempt(self:Outlet, what, step, f, *args, **kwargs):
+    "Whether `f` could do it; if not, warn, once"
+    try: f(*args, **kwargs)
+    except CancelException:
+        if not self.over: raise # When the fit has ended there is nothing left to cancel
+    except Exception as error:
+        self._never = isinstance(error, _NEVER) and not isinstance(error, _PERHAPS)
+        about = dict(name=self.name, step=step, kind=type(error).__name__, error=error, what=what)
+        if not self.warned: warn(self.failed.format(**about))
+        self.warned = True
+        return False
+    return True
+
+# %% ../../nbs/log/20_log_interface.ipynb #fd0321ac
+_CANNOT_SHOW = ('The log `{log}` cannot show {kind}, so `{name}` and others like it are missing there. '
+                'It can show {kinds}; for the rest add another log.')
+
+@patch
+def tell(self:Outlet, method, *args):
+    "Call `method` of the log, if it has it; errors come out"
+    f = getattr(self.log, method, None)
+    if f is not None: f(*args)
+
+@patch
+def show(self:Outlet, media, step):
+    "Hand over something to look at, if the log can show it"
+    kind,f = media['kind'],getattr(self.log, 'media', None)
+    if f is None: return
+    if kind in getattr(self.log, 'kinds', (kind,)):
+        self._attempt(f'{kind} `{media["name"]}`', step, partial(f, step=step, **media))
+    elif kind not in self.skipped: self._skip(kind, media['name'])
+
+@patch
+def _skip(self:Outlet, kind, name):
+    "Warn that the log cannot show this kind, once"
+    self.skipped.add(kind)
+    kinds = ', '.join(self.log.kinds) or 'nothing'
+    warn(_CANNOT_SHOW.format(log=self.name, kind=kind, name=name, kinds=kinds))
+
+@patch
+def alert(self:Outlet, text, step):
+    "Hand over an alert"
+    self._attempt('an alert', step, self.tell, 'alert', text, step)
+
+@patch
+def finish(self:Outlet, ok, step):
+    "Try the last rows, and close the log"
+    if self.unsent: self.retry()
+    self._attempt('its end', step, self.tell, 'close', ok)
 
 # %% ../../nbs/log/20_log_interface.ipynb #ccd2fc72
 _NO_LOG = '`to` is empty, so nothing would be logged. Give at least one log, such as `CSV("logs")`.'

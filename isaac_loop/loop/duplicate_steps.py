@@ -44,6 +44,14 @@ _BOTH = ('{names} {both} run in every batch, and {outcome}. Leave out all but on
 _USED_UP = ('{first} has run before {second} in this batch, and both go back through the same graph. Leave '
             'one of the two callbacks out, or mark the one that should do the step alone with `@replaces`.')
 
+def _warn_of_several(trainer, step, names):
+    "Warn of handlers that do the same, once in a plan"
+    if names in trainer.plan.told: return
+    trainer.plan.told.add(names)
+    both = 'both' if len(names) == 2 else 'all'
+    warn(_BOTH.format(names=' and '.join(names), both=both, outcome=TWICE[step], step=step))
+
+# %% ../../nbs/loop/23_duplicate_steps.ipynb #65138626
 class Watch:
     "Sees what the callbacks of one step do in a batch, and warns once of two that do the same"
     def __init__(self,
@@ -51,6 +59,7 @@ class Watch:
         pairs:list, # Callbacks and their handlers for this step
     ):
         self.step,self.pairs = step,pairs
+        self.names = [f'`{callback_name(cb)}.{step}`' for cb,_ in pairs]
         self.wrote = {} # By position, in this batch; None when there is nothing more to find out
 
     def run(self,
@@ -65,27 +74,16 @@ class Watch:
         with _noting(trainer, self.step) as written:
             try: handler(trainer, **extra)
             except RuntimeError as error:
-                if i and self.step == 'backward': error.add_note(self._second(i))
+                is_second = i and self.step == 'backward'
+                if is_second: error.add_note(_USED_UP.format(first=self.names[i-1], second=self.names[i]))
                 raise
         wrote[i] = written
         twice = [k for k in wrote if k != i and wrote[k] & wrote[i]]
-        if twice: self._tell(trainer, sorted([i, *twice]))
+        if twice: _warn_of_several(trainer, self.step, tuple(self.names[k] for k in sorted([i, *twice])))
         is_last = i == len(self.pairs)-1
-        if is_last and self.step == 'backward': self.wrote = None # Asking all parameters takes time
+        if twice or (is_last and self.step == 'backward'): self.wrote = None # Asking parameters takes time
 
-    def _second(self, i):
-        "Whose `backward` has used up the graph"
-        first,second = (f'`{callback_name(self.pairs[k][0])}.backward`' for k in (i-1, i))
-        return _USED_UP.format(first=first, second=second)
-
-    def _tell(self, trainer, found):
-        self.wrote = None
-        names = tuple(f'`{callback_name(self.pairs[k][0])}.{self.step}`' for k in found)
-        if names in trainer.plan.told: return
-        trainer.plan.told.add(names)
-        both = 'both' if len(names) == 2 else 'all'
-        warn(_BOTH.format(names=' and '.join(names), both=both, outcome=TWICE[self.step], step=self.step))
-
+# %% ../../nbs/loop/23_duplicate_steps.ipynb #a9542491
 class Watched:
     "A handler that is watched; an object, so that a trainer can be pickled and copied"
     def __init__(self, watch, i):

@@ -9,6 +9,7 @@ __all__ = []
 from types import ModuleType, SimpleNamespace
 
 import torch
+from fastcore.basics import patch
 
 from .change_marks import CONTAINERS, SIMPLE, Same, attributes_of, part_of
 from .changed_values import Keeper, Unkept
@@ -80,24 +81,27 @@ class Beginnings:
             self.kept[name].names |= attributes_of(owner).keys() - own.keys()
         return self.kept[name]
 
-    def names(self, name, owner):
-        "What `owner` had at the beginning"
-        kept = self.kept.get(name)
-        return list(kept.values) if kept is not None and kept.is_of(owner) else []
+# %% ../../nbs/state/41_beginnings.ipynb #c4792604
+@patch
+def names(self:Beginnings, name, owner):
+    "What `owner` had at the beginning"
+    kept = self.kept.get(name)
+    return list(kept.values) if kept is not None and kept.is_of(owner) else []
 
-    def since(self, marker, name, owner, own, saved, ever):
-        "What has changed after a save: values to put back, names of what has none, and of what has come"
-        kept = self.kept.get(name)
-        if kept is None or not kept.is_of(owner): return {},[],[]
-        told = {*saved['state'], *saved.get('deleted', ()), *saved.get('called', ())}
-        others = [k for k in kept.values if k not in own and k not in told] # These have been deleted
-        told |= saved['settings'].keys()
-        others += [k for k,(mark,_) in kept.values.items()
-                   if k in own and k in ever and k not in told and marker.mark(own[k]) != mark]
-        values = {k: kept.values[k][1][0] for k in others if kept.values[k][1] is not None}
-        came = [k for k in own if k in ever and k not in told and k not in kept.names]
-        is_fixed = is_layer(owner) or isinstance(owner, (type, ModuleType))
-        return values,[k for k in others if k not in values],[] if is_fixed else came
+@patch
+def since(self:Beginnings, marker, name, owner, own, saved, ever):
+    "What has changed after a save: values to put back, names of what has none, and of what has come"
+    kept = self.kept.get(name)
+    if kept is None or not kept.is_of(owner): return {},[],[]
+    told = {*saved['state'], *saved.get('deleted', ()), *saved.get('called', ())}
+    others = [k for k in kept.values if k not in own and k not in told] # These have been deleted
+    told |= saved['settings'].keys()
+    others += [k for k,(mark,_) in kept.values.items()
+               if k in own and k in ever and k not in told and marker.mark(own[k]) != mark]
+    values = {k: kept.values[k][1][0] for k in others if kept.values[k][1] is not None}
+    came = [k for k in own if k in ever and k not in told and k not in kept.names]
+    is_fixed = is_layer(owner) or isinstance(owner, (type, ModuleType))
+    return values,[k for k in others if k not in values],[] if is_fixed else came
 
 # %% ../../nbs/state/41_beginnings.ipynb #7be90a0c
 def put_beginnings(

@@ -101,6 +101,7 @@ def _libraries():
     import sysconfig # Reads a long list of how Python was built
     return tuple(os.path.realpath(sysconfig.get_path(o)) for o in ('stdlib', 'purelib', 'platlib'))
 
+# %% ../../../nbs/inspection/source/10_method_source.ipynb #72ceddb1
 def function_of(
     handler, # A function, a bound method, a partial, an object with `__call__`
 )->tuple: # The function, and what it is given before the trainer: its object, arguments of a partial
