@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/loop/28_advice.ipynb #8af88e5e
 import inspect, math, operator
 from collections.abc import Mapping
+from functools import lru_cache
 from numbers import Real
 from types import FunctionType
 
@@ -18,6 +19,7 @@ from ..basics.old_names import KEYWORDS, wrong_keyword
 from ..basics.tensors import SEQUENCES
 from .events import EVENTS, STEPS, callback_name, handler_of
 from .handlers import has_own_batch
+from .told import tell
 
 # %% ../../nbs/loop/28_advice.ipynb #6eb63337
 def check_epochs(
@@ -112,19 +114,24 @@ _DROPPED = ('`dls.valid` leaves out {} of {} rows, as they do not fill a batch (
             '`valid_loss` and metrics are those of the others, while `validate`, `get_preds` and '
             '`EvaluatorCB` read all. Make the validation loader without `drop_last`.')
 
+def dropped_rows(
+    dls, # May have a loader `valid`
+)->str: # None if there are none, or if nobody can tell, as in a stream
+    "What to say of rows that no validation pass would read"
+    batches = getattr(getattr(dls, 'valid', None), 'batch_sampler', None)
+    if not getattr(batches, 'drop_last', False): return None
+    try:
+        n = len(getattr(batches, 'sampler', dls.valid.dataset))
+        left = n % batches.batch_size
+    except (TypeError, NotImplementedError, AttributeError): return None
+    return _DROPPED.format(left, n) if left else None
+
 def warn_of_dropped(
     trainer, # Is about to validate
 ):
     "Warn of rows that no validation pass would read"
-    batches = getattr(getattr(trainer.dls, 'valid', None), 'batch_sampler', None)
-    if not getattr(batches, 'drop_last', False) or 'dropped' in trainer.plan.told: return
-    try:
-        n = len(getattr(batches, 'sampler', trainer.dls.valid.dataset))
-        left = n % batches.batch_size
-    except (TypeError, NotImplementedError, AttributeError): return # Nobody can tell, as in a stream
-    if not left: return
-    trainer.plan.told.add('dropped') # Once for each trainer
-    warn(_DROPPED.format(left, n))
+    text = dropped_rows(trainer.dls)
+    if text: tell(trainer, 'dropped', text)
 
 # %% ../../nbs/loop/28_advice.ipynb #4bdbbf80
 _UNKNOWN = '`fit` got the keyword `{}`, which nobody takes, so it would have no effect. `fit` takes {}.{}'
@@ -144,6 +151,13 @@ _WALKED = ' Or is it a walk of this trainer that is paused? Go on with it, or le
 _SET = {'optimizer': 'opt', 'criterion': 'loss_func', 'loss_fn': 'loss_func', 'cbs': 'callbacks'}
 _SET_IN_VAIN = '`trainer.{0}` was set, and the trainer does not look at it. Set `trainer.{1}`.'
 
+def set_in_vain(
+    trainer, # Of any class
+)->list: # Texts
+    "What to say of attributes that other libraries look at, and this trainer does not"
+    if not type(trainer).__module__.startswith('isaac_loop.'): return [] # They may be for oneself
+    return [_SET_IN_VAIN.format(name, _SET[name]) for name in sorted(_SET.keys() & vars(trainer).keys())]
+
 def check_fit(
     trainer, # Is to train
     n_epochs, # As given to `fit`
@@ -158,8 +172,7 @@ def check_fit(
     if trainer._fitting:
         paused = any(getattr(change, 'paused', False) for change in trainer.plan.changes)
         raise RuntimeError(_FIT_IN_FIT + _WALKED*paused)
-    if type(trainer).__module__.startswith('isaac_loop.'): # In a class of one's own they may be for oneself
-        for name in sorted(_SET.keys() & vars(trainer).keys()): warn(_SET_IN_VAIN.format(name, _SET[name]))
+    for text in set_in_vain(trainer): warn(text)
     n_epochs = check_epochs(n_epochs)
     check_lr(lr)
     are_bools = type(train) is type(valid) is type(keep_opt) is bool # As a rule
@@ -177,22 +190,28 @@ _NOTHING = ('No callback does any step of a batch, so this fit walks over its ba
 _OWN = ("Let `{}.one_batch` run its steps, as in `self.run_callbacks('step')`, "
         'and give each a method of that name, in the trainer or in a callback.')
 
-def warn_of_missing_steps(
+def missing_steps(
     trainer, # Its plan is complete
-):
-    "Warn when some steps have no provider, and others have one or are waited for"
+)->str: # None if there is nothing to say
+    "What to say of steps that have no provider, while others have one or are waited for"
     plan,own = trainer.plan,has_own_batch(trainer)
     missing = [step for step in STEPS if not plan[step]]
     alone = own or len(missing) == len(STEPS)
     of_training = [step for step in missing if own or step not in ('predict', 'get_loss')] # Or of any loop
     waiting = [f'`{callback_name(cb)}.{event}`' for event,cb in _waiting(plan, of_training)]
-    if alone and not (own or waiting) and _is_forgotten(trainer): return warn(_NOTHING.format(_ADD))
-    if not missing or (alone and not waiting): return # An empty loop is fine
+    if alone and not (own or waiting) and _is_forgotten(trainer): return _NOTHING.format(_ADD)
+    if not missing or (alone and not waiting): return None # An empty loop is fine
     steps,cls = ', '.join(f'`{o}`' for o in missing),type(trainer).__name__
-    if own:
-        plan.told.add('waiting') # And not once more when a pass is over
-        return warn(_WAITS.format(cls, steps, waiting[0], _OWN.format(cls)))
-    warn(_MISSING.format(steps, f', and {waiting[0]} waits in vain' if alone else '', _ADD))
+    if own: return _WAITS.format(cls, steps, waiting[0], _OWN.format(cls))
+    return _MISSING.format(steps, f', and {waiting[0]} waits in vain' if alone else '', _ADD)
+
+def warn_of_missing_steps(
+    trainer, # Its plan is complete
+):
+    "Warn when some steps have no provider, and others have one or are waited for"
+    text = missing_steps(trainer)
+    if text and has_own_batch(trainer): trainer.plan.told.add('waiting') # Not once more behind a pass
+    if text: warn(text)
 
 def _is_forgotten(trainer):
     "Whether a loop without steps is meant to train: loss and optimizer are there, and no code of the user's"
@@ -229,7 +248,7 @@ def check_some_batch(
     trainer, # Has just ended a pass
 ):
     "Raise an error for a pass in which the loader gave nothing; warn of parts of a batch set in vain"
-    if not _READ_BY_NOBODY.isdisjoint(vars(trainer)): warn(_IN_VAIN)
+    if not _READ_BY_NOBODY.isdisjoint(vars(trainer)): tell(trainer, 'parts', _IN_VAIN)
     if 'batch_num' in vars(trainer) or trainer.start_batch: return
     name = '`dls.train`' if trainer.training else getattr(trainer.dls, 'valid_name', '`dls.valid`')
     once = _ONCE if hasattr(trainer.dl, '__next__') else ''
@@ -275,6 +294,43 @@ def checked_entries(
         batch = tuple(batch.values())
     if n_inp > len(batch): raise ValueError(_SHORT.format(len(batch), n_inp))
     return batch
+
+# %% ../../nbs/loop/28_advice.ipynb #547b2a8b
+_TURNED = ('The batch has {names} among its first {n_inp}, which go into the model, and {others} behind them '
+           'as the target of the loss: a mapping is taken apart by the order of its entries (`n_inp`), not '
+           'by their names. Put the inputs first, or say what is what: '
+           '`DataLoaders(..., split=lambda batch: ({inputs}, {targets}))`. If it is meant so, say that by '
+           '`split`, too.')
+_TARGETS = {'target', 'targets', 'label', 'labels', 'y_true', 'ground_truth'}
+
+@lru_cache(maxsize=256)
+def turned_names(
+    names:tuple, # Of the entries of a batch, in order
+    n_inp:int, # How many are inputs
+)->str: # None if there is nothing to say
+    "What to say of a mapping in which targets stand before inputs"
+    inputs,targets = names[:n_inp],names[n_inp:]
+    known = _TARGETS | ({'y'} if 'x' in map(_small, targets) else set())
+    first,others = [o for o in inputs if _small(o) in known],[o for o in targets if _small(o) not in known]
+    if not (first and others): return None
+    listed = lambda found: ', '.join(f'batch[{o!r}]' for o in found)
+    given = [o for o in names if _small(o) not in known],[o for o in names if _small(o) in known]
+    inputs,targets = (f'({listed(o)})' if o[1:] else listed(o) for o in given)
+    names,others = (' and '.join(f'`{o}`' for o in found) for found in (first, others))
+    return _TURNED.format(names=names, others=others, n_inp=n_inp, inputs=inputs, targets=targets)
+
+def _small(name): return name.lower() if isinstance(name, str) else name
+
+def warn_of_names(
+    trainer, # In a batch
+    batch, # A mapping
+):
+    "Warn, once for each kind of batch, when its names say otherwise than its order, which decides"
+    dls = trainer.dls
+    if dls is not trainer._plain_dls or dls.split is not None: return # Somebody has said what is what
+    names,n_inp = tuple(batch),1 if dls.n_inp is None else dls.n_inp
+    text = turned_names(names, n_inp)
+    if text: tell(trainer, f'names {names}', text)
 
 # %% ../../nbs/loop/28_advice.ipynb #e3475cbf
 _NO_PAIR = ('`split` gave {}, which does not say what is input and what is target. Let it return a pair '

@@ -9,8 +9,8 @@ __all__ = []
 from contextlib import contextmanager
 from functools import update_wrapper
 
-from ..basics.checks import warn
 from .events import callback_name
+from .told import tell
 
 # %% ../../nbs/loop/23_duplicate_steps.ipynb #9e187122
 TWICE = { # Steps that one callback is enough for, and what comes of two
@@ -44,12 +44,16 @@ _BOTH = ('{names} {both} run in every batch, and {outcome}. Leave out all but on
 _USED_UP = ('{first} has run before {second} in this batch, and both go back through the same graph. Leave '
             'one of the two callbacks out, or mark the one that should do the step alone with `@replaces`.')
 
-def _warn_of_several(trainer, step, names):
-    "Warn of handlers that do the same, once in a plan"
-    if names in trainer.plan.told: return
-    trainer.plan.told.add(names)
+def _warn_of_several(trainer, step, callbacks):
+    "Warn once of handlers that do the same"
+    names = tuple(f'`{callback_name(cb)}.{step}`' for cb in callbacks)
     both = 'both' if len(names) == 2 else 'all'
-    warn(_BOTH.format(names=' and '.join(names), both=both, outcome=TWICE[step], step=step))
+    text = _BOTH.format(names=' and '.join(names), both=both, outcome=TWICE[step], step=step)
+    tell(trainer, names, text, callbacks)
+
+def _is_of_interest(trainer):
+    "Not in a run on the side, which has the callbacks of its fit, unless somebody looks for what is wrong"
+    return not getattr(trainer, '_side_runs', 0) or trainer.plan.heard is not None
 
 # %% ../../nbs/loop/23_duplicate_steps.ipynb #65138626
 class Watch:
@@ -69,7 +73,7 @@ class Watch:
     ):
         "Call one handler, and note what it does"
         handler,wrote = self.pairs[i][1],self.wrote
-        if wrote is None or getattr(trainer, '_side_runs', 0): return handler(trainer, **extra)
+        if wrote is None or not _is_of_interest(trainer): return handler(trainer, **extra)
         if i == 0: wrote.clear()
         with _noting(trainer, self.step) as written:
             try: handler(trainer, **extra)
@@ -79,7 +83,7 @@ class Watch:
                 raise
         wrote[i] = written
         twice = [k for k in wrote if k != i and wrote[k] & wrote[i]]
-        if twice: _warn_of_several(trainer, self.step, tuple(self.names[k] for k in sorted([i, *twice])))
+        if twice: _warn_of_several(trainer, self.step, [self.pairs[k][0] for k in sorted([i, *twice])])
         is_last = i == len(self.pairs)-1
         if twice or (is_last and self.step == 'backward'): self.wrote = None # Asking parameters takes time
 

@@ -159,8 +159,15 @@ def _all_held(trainer, kind):
     return [part for owner in (trainer, *trainer.callbacks) for part in held(owner, kind)]
 
 # %% ../../nbs/loop/33_optimizer.ipynb #88164757
-_REPLACED = ('`trainer.opt` was set by hand, but each fit makes its own optimizer by `opt_func`, so that one '
-             'is not used. To train with it, make the trainer with `opt_func=None`.')
+UNUSED = ('`trainer.opt` was set by hand, but each fit makes its own optimizer by `opt_func`, so that one '
+          'is not used. To train with it, make the trainer with `opt_func=None`.')
+
+def is_unused(
+    trainer, # Between two fits, or at the beginning of one
+)->bool:
+    "Whether `trainer.opt` was set by hand, and the next fit makes another"
+    opt = vars(trainer).get('opt')
+    return trainer.opt_func is not None and opt is not None and opt is not trainer._last_opt[0]
 
 def ready_optimizer(
     trainer, # Is to train
@@ -173,8 +180,7 @@ def ready_optimizer(
     if broke_off or makes_new: _clear_grads(trainer)
     if keep_opt: keep_optimizer(trainer)
     elif trainer.opt_func is not None:
-        opt = vars(trainer).get('opt')
-        if opt is not None and opt is not trainer._last_opt[0] and not trainer._side_runs: warn(_REPLACED)
+        if is_unused(trainer) and not trainer._side_runs: warn(UNUSED)
         make_optimizer(trainer)
     elif isinstance(vars(trainer).get('opt'), torch.optim.Optimizer): _check_own(trainer)
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..basics.checks import warn
 from ..basics.source_code import syntax_tree
 from .events import STEPS, callback_name
 from .handlers import TrainersOwn
 from .optimizer import held
 from .plan_checks import Finding, is_silent
+from .told import tell
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #8be938ac
 def held_optimizers(
@@ -73,9 +73,7 @@ def warn_of_own_batch(
     told,seen = trainer.plan.told,trainer.plan.batch_seen # Each is told once for each trainer
     none_known = trainer._training and trainer.n_updates == n_updates
     without = none_known and (trainer.plan['step'] or steps.n) and not _has_reason(trainer, steps)
-    if without and 'update' not in told:
-        told.add('update')
-        warn(_NO_UPDATE.format(trainer.epoch, type(trainer).__name__))
+    if without: tell(trainer, 'update', _NO_UPDATE.format(trainer.epoch, type(trainer).__name__))
     before = trainer._source.updates_before
     none_here = trainer.n_updates == (n_updates if before is None else before)
     if trainer._training and not none_here: _warn_of_waiting(trainer)
@@ -86,8 +84,7 @@ def warn_of_own_batch(
     answers = [entries[event] for event in ('before_batch', 'after_batch', 'cleanup_batch')]
     waiting = [cb for pairs in answers for cb,_ in pairs if not isinstance(cb, TrainersOwn)]
     if not waiting: return
-    told.add('batch')
-    warn(_NO_SPAN.format(type(trainer).__name__))
+    tell(trainer, 'batch', _NO_SPAN.format(type(trainer).__name__))
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #2c6903cb
 _IN_VAIN = ('{waiting} waited in vain in the training pass of epoch {epoch}: `{cls}.one_batch` is your own, '
@@ -118,13 +115,13 @@ def _warn_of_waiting(trainer):
     found = [(cb, _missed(cb, events, run)) for cb,events in _answered(trainer)]
     found = [(cb, missed) for cb,missed in found if missed and not _is_meant(cb)]
     if not found: return
-    trainer.plan.told.add('waiting')
     of_steps = {_STEP_OF[event] for _,missed in found for event in missed}
     steps = [step for step in _OF_TRAINING if step in of_steps]
-    warn(_IN_VAIN.format(
+    text = _IN_VAIN.format(
         waiting=_listed(f'{callback_name(cb)}.{missed[0]}' for cb,missed in found), epoch=trainer.epoch,
         cls=type(trainer).__name__, who=_listed(callback_name(cb) for cb,_ in found),
-        steps=' and no '.join(f'`{step}`' for step in steps), names=', '.join(map(repr, steps))))
+        steps=' and no '.join(f'`{step}`' for step in steps), names=', '.join(map(repr, steps)))
+    tell(trainer, 'waiting', text)
 
 def _is_meant(cb): return is_silent(Finding('waits_in_vain', '', [cb]))
 def _listed(names): return ' and '.join(f'`{name}`' for name in names)
@@ -138,10 +135,9 @@ def warn_of_more_updates(
     trainer, # A pass has ended
 ):
     "Warn when there were more updates than somebody was told that there would be"
-    planned,told = trainer._planned,trainer.plan.told
-    if planned is None or trainer.n_updates <= planned or trainer.stop_reason or 'planned' in told: return
-    told.add('planned')
-    warn(_MORE.format(trainer.n_updates, planned))
+    planned = trainer._planned
+    if planned is None or trainer.n_updates <= planned or trainer.stop_reason: return
+    tell(trainer, 'planned', _MORE.format(trainer.n_updates, planned))
 
 _FEWER = ('The fit has ended after {} updates, and `total_updates` had said that it would have {}. Whoever '
           'asked for that, such as a schedule, has not come to its end. Say beforehand how many there will '
@@ -157,8 +153,7 @@ def warn_of_fewer_updates(
     lengths_differ = len(trainer._lengths) == trainer.n_epochs and len(lengths) > 1
     on_purpose = trainer.stop_reason or trainer.plan.last_cancel[0] is not None
     if as_said or not lengths_differ or on_purpose or 'planned' in trainer.plan.told: return
-    trainer.plan.told.add('planned')
-    warn(_FEWER.format(n, planned))
+    tell(trainer, 'planned', _FEWER.format(n, planned))
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #a467c421
 _LATE_LOADER = ('`dls.{0}` was exchanged after this pass had got its loader, so the pass walks over the '
@@ -175,11 +170,9 @@ def warn_of_late_loader(
     trainer, # Is about to walk over its batches
 ):
     "Warn when another loader came too late for this pass"
-    source,told = trainer._source,trainer.plan.told
+    source = trainer._source
     is_late = held_loader(trainer) is not source.held and source.dl is source.chosen
-    if not is_late or 'loader' in told: return
-    told.add('loader')
-    warn(_LATE_LOADER.format('train' if trainer._training else 'valid'))
+    if is_late: tell(trainer, 'loader', _LATE_LOADER.format('train' if trainer._training else 'valid'))
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #1efe8acd
 _LATE_MODEL = ('`trainer.model` was replaced in the fit, and of the {m} parameters of the new one that want '
@@ -197,8 +190,7 @@ def warn_of_late_model(
     held = {id(p) for opt in opts for group in opt.param_groups for p in group['params']}
     n = len(wanting - held - before)
     if not opts or not n: return
-    told.add('model')
-    warn(_LATE_MODEL.format(m=len(wanting), n=n))
+    tell(trainer, 'model', _LATE_MODEL.format(m=len(wanting), n=n))
 
 def _wanting(model):
     "Which parameters want gradients"
@@ -222,9 +214,8 @@ def warn_of_late_methods(
     "Warn, once, when such a method came or went after the pass had begun to walk over its batches"
     now,source,told = own_methods(trainer),trainer._source,trainer.plan.told
     if source.methods is None or now == source.methods or 'method' in told: return
-    told.add('method')
     name = next(o for o in {**source.methods, **now} if now.get(o) != source.methods.get(o))
-    warn(_LATE_METHOD.format(name, 'set' if name in now else 'taken away'))
+    tell(trainer, 'method', _LATE_METHOD.format(name, 'set' if name in now else 'taken away'))
 
 # %% ../../nbs/loop/37_pass_checks.ipynb #c238f54c
 _STAYS = ('`trainer.model` is a {kind}, which has no method `train`, so {layers} in it stayed in training '
@@ -249,10 +240,9 @@ class ModeWatch:
         trainer, # The pass has ended
     ):
         "Warn, once, of what was seen"
-        told = trainer.plan.told
-        if not self._kinds or 'mode' in told: return
-        told.add('mode')
-        warn(_STAYS.format(kind=type(trainer.model).__name__, layers=_listed(sorted(self._kinds))))
+        if not self._kinds: return
+        text = _STAYS.format(kind=type(trainer.model).__name__, layers=_listed(sorted(self._kinds)))
+        tell(trainer, 'mode', text)
 
     def close(self):
         "See nothing more"
@@ -284,8 +274,7 @@ def warn_of_unread_stop(
     if not trainer._lengths: trainer._flags = set(found) # The first pass of the fit: these are settings
     found,told = [o for o in found if o not in trainer._flags],trainer.plan.told
     if not found or not trainer._training or 'stop' in told or _may_read(trainer, found[0]): return
-    told.add('stop')
-    warn(_UNREAD.format(found[0]))
+    tell(trainer, 'stop', _UNREAD.format(found[0]))
 
 def _may_read(trainer, name):
     "Whether the source of the trainer's class or of a callback asks for an attribute, or is not to be had"

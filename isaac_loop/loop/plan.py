@@ -48,6 +48,7 @@ class Plan(dict):
         self.spans = [] # Open now, outermost first
         self.leaving = {} # By depth: cleanups still owed to callbacks that have left an open span
         self.told = set() # What was warned of already
+        self.heard = None # The same with text and callbacks, while `check` runs a few batches
         self._chains = {} # By kind of pass and names of events: chains of their calls
         self.run_before = set() # Names of events that were run, beside those of these chains
         self.uses_chains = False # May a batch be one chain? Found out when a pass begins, False after it

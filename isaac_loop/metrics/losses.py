@@ -12,12 +12,13 @@ from operator import mul
 
 import torch
 
-from ..basics.checks import check_choice, warn
+from ..basics.checks import check_choice
 from ..data.shared_loaders import rows_given, rows_of_all
 from ..basics.tensors import batch_weight
 from ..loop.numbers_on_device import number_here, one_number
 from ..loop.pass_numbers import PassNumbers
 from ..loop.passes import parts_of, rows_of
+from ..loop.told import tell
 from ..loop.events import CancelException
 from ..train.example_losses import reduction_of
 
@@ -159,16 +160,23 @@ def are_sums(
 _AGAINST = ('`weigh={!r}` says that a loss is a {} over its batch, and the loss function that it is a {}, by '
             '`reduction={!r}`, so losses of epochs are neither. Leave `weigh` out, and the loss is asked.')
 
+def weighs_against(
+    trainer, # Has perhaps a loss function
+    weigh, # As of `MetricsCB`
+)->str: # None if there is nothing to say
+    "What to say when the loss says that it is a sum and `weigh` that it is a mean, or the other way round"
+    says = {'samples': 'mean', 'sum': 'sum'}.get(weigh) if isinstance(weigh, str) else None
+    said = reduction_of(getattr(trainer, 'loss_func', None)) if says else None
+    if said not in ('mean', 'sum') or said == says: return None
+    return _AGAINST.format(weigh, says, said, said)
+
 def warn_of_weigh(
     trainer, # Has a plan, and perhaps a loss function
     weigh, # As of `MetricsCB`
 ):
     "Warn when the loss says that it is a sum and `weigh` that it is a mean, or the other way round"
-    says = {'samples': 'mean', 'sum': 'sum'}.get(weigh) if isinstance(weigh, str) else None
-    said = reduction_of(getattr(trainer, 'loss_func', None)) if says else None
-    if said not in ('mean', 'sum') or said == says or 'weigh' in trainer.plan.told: return
-    trainer.plan.told.add('weigh')
-    warn(_AGAINST.format(weigh, says, said, said))
+    text = weighs_against(trainer, weigh)
+    if text: tell(trainer, 'weigh', text)
 
 # %% ../../nbs/metrics/04_losses.ipynb #0e04b46c
 _SECOND = ('The inputs have the shape {shape}, and predictions and targets {n} rows: the examples seem to '
@@ -189,8 +197,7 @@ def warn_of_second(
     if not _are_steps(inputs[0], len(preds)): return
     rows = rows_of(trainer.batch, inputs, targets)
     if rows == len(preds): return # Another input has said it
-    trainer.plan.told.add('second')
-    warn(_SECOND.format(shape=tuple(inputs[0].shape), n=len(preds), rows=rows))
+    tell(trainer, 'second', _SECOND.format(shape=tuple(inputs[0].shape), n=len(preds), rows=rows))
 
 def _has_shape(x): return torch.is_tensor(x) and not x.is_nested and x.ndim > 0
 

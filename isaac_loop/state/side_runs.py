@@ -161,6 +161,7 @@ def side_run(self:Trainer,
     swaps = [change for change in self.plan.changes if getattr(change, 'alters', False)]
     plan = Plan(type(self), self.plan)
     plan.changes = tuple(swaps)
+    plan.told = self.plan.told # Else each evaluation would say it again
     if below <= Order.RECORD: plan.unread = {id(cb) for cb in kept if not getattr(cb, 'in_side_runs', False)}
     try:
         self._fitting = False # From here on the callbacks are those of the other run

@@ -8,8 +8,8 @@ __all__ = []
 # %% ../../../nbs/inspection/run_rules/38_all_run_rules.ipynb #880139bf
 from . import check_columns, check_groups, check_inputs, check_likelihoods
 from . import check_losses, check_outputs, check_paces, check_probed
-from . import check_scaling, check_shapes, check_tokens, check_views
-from . import check_windows
+from . import check_scaling, check_shapes, check_told, check_tokens
+from . import check_views, check_windows
 from .check_batches import changed_data, changed_in_validation
 from .check_batches import frozen_that_measure, growing_graphs, growing_hooks
 from .check_batches import left_in_evaluation, losses_that_are_none
@@ -226,3 +226,7 @@ RUN_RULES |= {
     'true_past': check_probed.true_past,
     'erased_in_validation': check_probed.erased_by_chance,
 }
+
+# %% ../../../nbs/inspection/run_rules/38_all_run_rules.ipynb #0ac7ed74
+RUN_RULES |= dict.fromkeys(check_told.TOLD.values(), lambda seen: ()) # Found together with the next
+RUN_RULES['two_providers'] = check_told.told_by_loop

@@ -181,6 +181,7 @@ class SeenRun(SeenSpans):
         self.left = set() # Batches in which somebody has cancelled something
         self.reason = None # Why the fit has stopped before its end, if it has
         self.history = [] # Its rows
+        self.heard = {} # By key, what the loop has told of, and the callbacks that take part
         self.of_model = set() # `id` of the parameters of the model
         self.replaced = set() # `id` of parameters of the model that are no longer in it
 
@@ -280,6 +281,7 @@ def seen_run(
         seen = SeenRun(trainer)
         seen.owners.schedules |= schedules
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
+        trainer.plan.told,trainer.plan.heard = set(),seen.heard
         seen.of_model = _parameters_of(trainer.model)
         seen.note_asleep('', dict.fromkeys(modes_of(trainer.model), True))
         with (seen.gradients.noting(), seen.doings.noting(), seen.inputs.noting(), seen.calls,

@@ -16,8 +16,9 @@ from . import check_lasting, check_layers, check_mixing, check_model
 from . import check_modes, check_orders, check_penalties, check_pieces
 from . import check_policies, check_recipes, check_renamed, check_resumed
 from . import check_rows_read, check_rules, check_saved, check_schedules
-from . import check_skips, check_steps, check_sums, check_terms, check_ties
-from . import check_updates, check_weights, check_writing
+from . import check_skips, check_starts, check_steps, check_sums
+from . import check_terms, check_ties, check_updates, check_weights
+from . import check_writing
 from ...loop.plan_checks import left_out_bases, never_run, turned_orders
 
 # %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #a0d4f819
@@ -184,6 +185,15 @@ RULES |= {
     'no_longer_tied': check_ties.untied_weights,
     'variance_as_std': check_ties.variances_for_spreads,
     'ranking_turned': check_ties.distances_turned,
+}
+
+# %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #cd76ba74
+RULES |= {
+    'missing_step': check_starts.steps_of_nobody,
+    'dropped_rows': check_starts.rows_left_out,
+    'set_in_vain': check_starts.attributes_in_vain,
+    'unused_optimizer': check_starts.unused_optimizers,
+    'weighed_against': check_starts.weighed_against,
 }
 
 # %% ../../../nbs/inspection/source_rules/78_all_source_rules.ipynb #69d4f99b
