@@ -202,7 +202,7 @@ def inputs_of(
     "The first of what `trainer.split` says of this batch"
     dls,batch = trainer.dls,trainer.batch
     is_plain = dls is trainer._plain_dls and dls.n_inp == 1 and dls.split is None
-    return batch[:1] if is_plain and type(batch) is tuple and batch else trainer.split(batch)[0]
+    return batch[:1] if is_plain and type(batch) is tuple and batch else _asked(trainer, batch)[0]
 
 def targets_of(
     trainer, # In a batch
@@ -210,7 +210,12 @@ def targets_of(
     "The second of what `trainer.split` says of this batch"
     dls,batch = trainer.dls,trainer.batch
     is_plain = dls is trainer._plain_dls and dls.n_inp == 1 and dls.split is None
-    return batch[1:] if is_plain and type(batch) is tuple and batch else trainer.split(batch)[1]
+    return batch[1:] if is_plain and type(batch) is tuple and batch else _asked(trainer, batch)[1]
+
+def _asked(trainer, batch):
+    "What `trainer.split` says; of names in a turned order it is told"
+    if type(batch) not in (tuple, list) and isinstance(batch, Mapping): advice.warn_of_names(trainer, batch)
+    return trainer.split(batch)
 
 def plain_dls(
     trainer, # Of any class
