@@ -20,6 +20,7 @@ from ..basics.tensors import map_tensors
 from ..basics.old_names import old_words
 from ..loop.events import Order, callback_name
 from ..loop.passes import parts_of
+from ..loop.row_counts import counts_here, tell_of_uneven
 from ..loop.shared_attributes import offered
 from .any_metric import MeanOf, MetricOn
 from .any_metric import add_columns, check_apart, check_no_options, check_train_names
@@ -28,11 +29,13 @@ from .losses import Losses, are_sums, check_weigh, ended_in_error, mean_loss
 from .losses import merged_losses, rows_and_weight, warn_of_second, warn_of_weigh
 from .merged_metrics import check_merges, computed_here, merged_metric, sent_state
 from .metric_state import Noted, check_has_state, load_metric, metric_state, tell_of_metrics
+from .no_means import warn_of_no_means
 from ..state.errors import ResumeMismatch
 
 # %% ../../nbs/metrics/10_metrics.ipynb #59524f6c
 _NO_PASS = ('`{}` measures whole passes, and this batch belongs to none. For one batch by hand, as by '
             '`trainer.one_batch()`, take it out of the trainer; `fit` and `validate` run passes.')
+_UNEVEN = 'losses of epochs are weighed by rows, and are no means over what is predicted'
 
 @old_words
 class MetricsCB:
@@ -55,6 +58,7 @@ class MetricsCB:
         self.show = bool(show) if is_flag(show) else check_choice(show, 'show', ('dict',), also='a bool')
         if train_metrics: check_train_names(self.metrics)
         self._losses,self._now,self._noted = None,{},None # Of a pass; what metrics held when the fit began
+        self._first = None # In a pass with batches what the first of them counts, see `counts_here`
 
     def before_fit(self, trainer):
         "Forget the last run, and put the metrics where the model is"
@@ -72,12 +76,12 @@ class MetricsCB:
     def before_epoch(self, trainer):
         "Reset losses and metrics; start the clock at the epoch's first pass"
         if trainer.epoch != self._epoch: self._epoch,self._start = trainer.epoch,time.perf_counter()
-        self._losses,self._now = Losses(),self._by_pass[trainer.training]
+        self._losses,self._now,self._first = Losses(),self._by_pass[trainer.training],None
         for m in self._now.values(): self._noted.reset(m)
 
     def after_batch(self, trainer):
         "Note the loss, and update the metrics"
-        if self._losses is None: raise RuntimeError(_NO_PASS.format(callback_name(self)))
+        if self._first is None: self._begin(trainer)
         metrics,batch = self._now,trainer.batch # Only metrics need to know what the targets are
         inputs,targets = trainer.split(batch) if metrics else parts_of(trainer.split, batch)
         rows,weight = rows_and_weight(trainer, inputs, targets, self.weigh)
@@ -92,18 +96,27 @@ class MetricsCB:
 
     def cleanup_epoch(self, trainer):
         "Write losses, metrics and time into the history, also after a cancel"
-        losses,self._losses = getattr(self, '_losses', None),None
+        losses,first = getattr(self, '_losses', None),getattr(self, '_first', None)
+        self._losses = self._first = None
         if ended_in_error(trainer): return
         if trainer.ranks.shares(trainer.dl): columns = self._measured_by_all(trainer, losses)
-        else: columns = {} if losses is None else self._measured_here(trainer, losses)
+        else: columns = {} if losses is None else self._measured_here(trainer, losses, first)
         if columns: trainer.history.write(**columns)
 
-    def _measured_here(self, trainer, losses):
+    def _begin(self, trainer):
+        "See what the first batch of a pass counts"
+        if self._losses is None: raise RuntimeError(_NO_PASS.format(callback_name(self)))
+        by_rows = not (callable(self.weigh) or self.weigh == 'mean')
+        self._first = counts_here(trainer) if by_rows else ()
+
+    def _measured_here(self, trainer, losses, first):
         "The columns of this pass; this waits for the device"
         values = {name: computed_here(m) for name,m in self._now.items()} if len(losses) else {}
         columns = self._columns(trainer, losses.batches, *losses.read().values(), values)
         elapsed = time.perf_counter()-self._start
         if len(losses): warn_of_second(trainer, self.weigh)
+        if 'second' not in trainer.plan.told: tell_of_uneven(trainer, self, first, _UNEVEN)
+        if len(losses) > 1: warn_of_no_means(trainer, self, self._now)
         if trainer.ranks.size > 1 and not trainer._side_runs: elapsed = max(trainer.ranks.gather(elapsed))
         return columns | dict(elapsed=elapsed)
 

@@ -17,6 +17,7 @@ from ..basics.checks import check_choice, check_count, warn
 from ..loop.events import CancelBatchException, CancelStepException, Order, at_order
 from ..loop.handlers import has_own_batch
 from ..loop.passes import rows_here
+from ..loop.row_counts import counts_here, tell_of_uneven
 from ..loop.shared_attributes import offering
 from .closures import refuse_closure
 from .example_losses import reduction_of
@@ -63,6 +64,7 @@ _OWN_BATCH = ('In several processes `AccumulationCB` closes its windows by the n
 _TWICE = ('In batch {} the gradients of more than one `backward` have come, and `AccumulationCB({})` counts '
           'each like a batch. Where they belong to several optimizers their sums are mixed: gather them in '
           '`one_batch` yourself. Otherwise let it count as many as there are.')
+_UNEVEN = 'gradients are weighed by rows, so a window gives another update than one big batch would'
 
 @old_words
 class AccumulationCB:
@@ -80,6 +82,7 @@ class AccumulationCB:
         self._several,self._exchange,self._told = False,None,False
         self._own,self._heard = False,False # A batch of the user's own; is there a reason for gradients?
         self._watch = None # It sees who steps or clears by itself
+        self._rows_first = () # What the first batch of this pass counts, see `counts_here`
         self._forget()
 
     def before_fit(self, trainer):
@@ -178,7 +181,9 @@ def _give_back(self:AccumulationCB, trainer):
 @patch
 def _look_beside(self:AccumulationCB, trainer):
     "See which gradients of others are there before a backward pass; who the others are is asked once a pass"
-    if self._beside is None: self._beside = parameters_beside(trainer)
+    if self._beside is None:
+        self._beside = parameters_beside(trainer)
+        self._rows_first = counts_here(trainer) if self.weigh == 'samples' else ()
     for path,p in self._beside.items():
         if path in self._saved: self._theirs[path] = Theirs(p, *self._saved.pop(path))
         elif path in self._theirs: self._theirs[path].begin()
@@ -226,6 +231,7 @@ def _finish(self:AccumulationCB):
 @patch
 def after_epoch(self:AccumulationCB, trainer):
     "Make the update of a window that the end of the pass came too early for"
+    if not self._several: tell_of_uneven(trainer, self, self._rows_first, _UNEVEN)
     if self._is_open(trainer) if self._several else self.n: self._close(trainer)
 
 @patch
@@ -244,6 +250,7 @@ def _closed_before(self:AccumulationCB, trainer):
 def cleanup_epoch(self:AccumulationCB, trainer):
     "Drop what was gathered in a pass that broke off"
     self._closed,self._counted,self._beside = -1,None,None
+    self._rows_first = ()
     if self._watch is not None: self._watch.end_pass()
     if self.n or self._aside is not None: self._drop()
 

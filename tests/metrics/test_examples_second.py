@@ -62,7 +62,11 @@ FINE = {
         [(torch.randn(t, b, 3), torch.full((b,), t), classes(b)) for t, b in SHAPES],
         2,
     ),
-    "a target for each step": (EachStep(), [(torch.randn(t, b, 3), classes(t * b)) for t, b in SHAPES], 1),
+    "a target for each step": (
+        EachStep(),
+        [(torch.randn(t, 8, 3), classes(t * 8)) for t, _ in SHAPES],
+        1,
+    ),
     "a table as wide as long": (nn.Linear(3, 2), [(torch.randn(3, 3), classes(3))], 1),
     "one example": (LastStep(), [(torch.randn(5, 1, 3), classes(1))], 1),
     "crops": (
@@ -79,6 +83,14 @@ FINE = {
 def test_other_shapes_say_nothing(case):
     model, batches, n_inp = FINE[case]
     assert told(model, batches, n_inp) == []
+
+
+def test_a_target_for_each_step_of_more_and_fewer_examples_is_told_as_uneven():
+    "`valid_loss` was weighed by 5, 9 and 20, and not by 40, 72 and 60"
+    batches = [(torch.randn(t, b, 3), classes(t * b)) for t, b in SHAPES]
+    (message,) = told(EachStep(), batches)
+    assert "5 rows in a batch with 40 predictions and targets, and 20 in another one with 60" in message
+    assert told(EachStep(), batches, weigh=lambda batch: len(batch[1])) == []
 
 
 def test_batches_of_other_shapes_are_no_table_that_was_scaled_together():

@@ -14,6 +14,7 @@ from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...metrics.any_metric import MeanOf
 from ...metrics.metrics import metrics_cbs
+from ...metrics.no_means import is_exponential, two_ways
 from ...loop.shared_attributes import offering
 
 # %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #19811122
@@ -82,31 +83,27 @@ def _wrong_column(seen, row, name):
     return Finding('wrong_column', text, [seen.written[name]] if name in seen.written else [])
 
 # %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #8d288aa9
-_OF_BATCHES = ('`{name}` of `{who}` is averaged over batches, which gives {mean:.4g} for two of them, and of '
-               'all their rows together it is {joined:.4g}: it is no mean over examples. Use a metric that '
-               'gathers, as those of torcheval do, or `ReportCB`, which scores all predictions at once.')
+_OF_BATCHES = ('`{who}` averages functions over batches that are no means over examples: {found}. Use '
+               'metrics that gather, as those of torcheval do, or `ReportCB`, which scores all predictions '
+               'at once.')
+_OF_ONE = '`{name}` is {mean:.4g} on average over {n} batches, and {joined:.4g} for all their rows together'
 
 def means_of_functions(seen):
     "Functions among the metrics that are no mean over examples"
     if len(seen.measured) < 2: return
     for cb in metrics_cbs(seen):
-        for name,m in cb.metrics.items():
-            found = _two_ways(m.f, *seen.measured) if isinstance(m, MeanOf) else None
-            if found is None or abs(found[0]-found[1]) <= 0.005*max(map(abs, found)): continue
-            text = _OF_BATCHES.format(name=name, who=callback_name(cb), mean=found[0], joined=found[1])
-            yield Finding('mean_of_means', text, [cb])
+        functions = {name: m.f for name,m in cb.metrics.items() if isinstance(m, MeanOf)}
+        asked = [(name, _no_mean(f, seen.measured)) for name,f in functions.items()]
+        found = [_OF_ONE.format(name=name, **told) for name,told in asked if told]
+        text = _OF_BATCHES.format(who=callback_name(cb), found='; '.join(found))
+        if found: yield Finding('mean_of_means', text, [cb])
 
-def _two_ways(f, a, b):
-    "What a function says of two batches, as a mean, and of their rows together; None if it cannot tell"
-    try:
-        joined = f(*(torch.cat(pair) for pair in zip(a, b)))
-        x,y,joined = (float(o) if _is_number(o) else None for o in (f(*a), f(*b), joined))
-    except Exception: return None
-    n,m = len(a[0]),len(b[0])
-    values = None if None in (x, y, joined) else ((x*n + y*m)/(n+m), joined)
-    return values if values and all(map(math.isfinite, values)) else None
-
-def _is_number(x): return isinstance(x, (int, float)) or isinstance(x, torch.Tensor) and x.numel() == 1
+def _no_mean(f, measured):
+    "What shows that a function is no mean over examples: in all batches, or else in two that are neighbours"
+    if is_exponential(f, measured): return None # Which another rule tells
+    for batches in (measured, *map(list, zip(measured, measured[1:]))):
+        found = two_ways(f, batches)
+        if found: return dict(n=len(batches), mean=found[0], joined=found[1])
 
 # %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #ef88a029
 _DIVIDES = '`{loss}` ({place}) divides by {what}, {least:.3g} to {most:.3g} for each row of a batch, and '

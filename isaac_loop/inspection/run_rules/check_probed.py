@@ -6,15 +6,11 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/32_check_probed.ipynb #53830bf1
-import math
-
-import torch
-
-from .check_columns import means_of_functions
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...metrics.any_metric import MeanOf
 from ...metrics.metrics import metrics_cbs
+from ...metrics.no_means import is_exponential
 
 # %% ../../../nbs/inspection/run_rules/32_check_probed.ipynb #f067bd5b
 _EXPS = ('`{name}` of `{who}` is the exponential of the mean of a batch, and is averaged over batches, which '
@@ -23,22 +19,11 @@ _EXPS = ('`{name}` of `{who}` is the exponential of the mean of a batch, and is 
 
 def means_of_exponentials(seen):
     "Functions among the metrics that are the exponential of a mean"
-    if len(seen.measured) < 2 or any(True for _ in means_of_functions(seen)): return
-    (preds,*targets),other = seen.measured
-    sharper = preds*4 if preds.is_floating_point() else preds
+    if len(seen.measured) < 2: return
     for cb in metrics_cbs(seen):
         for name,m in cb.metrics.items():
-            if isinstance(m, MeanOf) and _is_exponential(m.f, (sharper, *targets), other):
+            if isinstance(m, MeanOf) and is_exponential(m.f, seen.measured):
                 yield Finding('mean_of_exps', _EXPS.format(name=name, who=callback_name(cb)), [cb])
-
-def _is_exponential(f, a, b):
-    "Whether the logarithms of what a function says of two batches have a mean, and not itself"
-    try: x,y,joined = [float(f(*part)) for part in (a, b, [torch.cat(pair) for pair in zip(a, b)])]
-    except Exception: return False
-    if not all(0 < o < math.inf for o in (x, y, joined)): return False
-    n,m = len(a[0]),len(b[0])
-    plain,of_logs = (n*x + m*y)/(n+m),math.exp((n*math.log(x) + m*math.log(y))/(n+m))
-    return abs(of_logs-joined) < 1e-3*joined and abs(plain-joined) > 0.01*joined
 
 # %% ../../../nbs/inspection/run_rules/32_check_probed.ipynb #f34339b1
 _TURNED = ('The probabilities that `{name}` gives to all sequences of tags add up to {total:.3g}, and to 1 '

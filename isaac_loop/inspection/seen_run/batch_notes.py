@@ -112,12 +112,14 @@ def _are_classes(preds, y):
     return is_class and isinstance(preds, torch.Tensor) and preds.ndim == 2 and len(preds) == len(y)
 
 # %% ../../../nbs/inspection/seen_run/47_batch_notes.ipynb #ebe211e6
+_MOST = 10_000_000 # So many numbers are kept of predictions, beside those of two batches
+
 class BatchLosses(Whereabouts):
     "The loss of each batch, and predictions beside the targets"
     def __init__(self, trainer):
         super().__init__(trainer)
         self.sums = getattr(trainer.loss_func, 'reduction', '') == 'sum' # Is the loss a sum over rows?
-        self.measured = [] # Predictions and targets of two validation batches
+        self.measured,self.n_measured = [],0 # Predictions and targets of a validation; how many numbers
         self.cut = '' # A place where a loss had nothing behind it, and wanted a gradient all the same
 
     def note_loss(self, trainer):
@@ -132,11 +134,14 @@ class BatchLosses(Whereabouts):
         if _are_classes(preds, y): batch.share = float((preds.detach().argmax(1) == y).double().mean())
 
     def note_measured(self, trainer):
-        "Keep predictions and targets of the first two validation batches"
+        "Keep predictions and targets of the first validation, two batches at least, more if they are small"
         preds = getattr(trainer, 'preds', None)
-        if not trainer._training and len(self.measured) < 2 and isinstance(preds, torch.Tensor):
-            targets = parts_of(trainer.split, trainer.batch)[1]
-            self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
+        if trainer._training or not isinstance(preds, torch.Tensor): return
+        has_room = self.n_measured < _MOST and self.moment()[0][0] == 0
+        if len(self.measured) > 1 and not has_room: return
+        targets = parts_of(trainer.split, trainer.batch)[1]
+        self.measured.append(map_tensors(lambda x: x.detach().clone(), (preds, *targets)))
+        self.n_measured += preds.numel()
 
 # %% ../../../nbs/inspection/seen_run/47_batch_notes.ipynb #8e3b4d7a
 def _is_shifted(x, y):
