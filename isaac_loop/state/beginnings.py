@@ -89,19 +89,24 @@ def names(self:Beginnings, name, owner):
     return list(kept.values) if kept is not None and kept.is_of(owner) else []
 
 @patch
-def since(self:Beginnings, marker, name, owner, own, saved, ever):
+def since(self:Beginnings, marker, name, owner, own, saved, ever, begun):
     "What has changed after a save: values to put back, names of what has none, and of what has come"
     kept = self.kept.get(name)
     if kept is None or not kept.is_of(owner): return {},[],[]
     told = {*saved['state'], *saved.get('deleted', ()), *saved.get('called', ())}
     others = [k for k in kept.values if k not in own and k not in told] # These have been deleted
-    told |= saved['settings'].keys()
+    told |= {*saved['settings'], *saved.get('there', ())}
     others += [k for k,(mark,_) in kept.values.items()
                if k in own and k in ever and k not in told and marker.mark(own[k]) != mark]
     values = {k: kept.values[k][1][0] for k in others if kept.values[k][1] is not None}
     came = [k for k in own if k in ever and k not in told and k not in kept.names]
+    came = [k for k in came if not _is_set_again(part_of(begun, k), own[k])]
     is_fixed = is_layer(owner) or isinstance(owner, (type, ModuleType))
     return values,[k for k in others if k not in values],[] if is_fixed else came
+
+def _is_set_again(was, x):
+    "Whether a fit has set another object than the one with which it began"
+    return was is None or (was.who is not None and was.who != Same(x))
 
 # %% ../../nbs/state/41_beginnings.ipynb #7be90a0c
 def put_beginnings(
@@ -111,12 +116,14 @@ def put_beginnings(
     owners:dict, # As for `Beginnings.note`
     saved:dict, # What `OwnState.take` gave
     ever:dict, # By name: what has changed in any fit
+    begin:dict, # Marks by name, from the beginning of this fit
 )->list: # Pairs of names of what is another one, and has no copy
     "Let what had not changed when a run was saved be as it was at the beginning"
     lost = []
     for name,(owner,own) in owners.items():
         here = saved.get(name, dict(state={}, settings={}))
-        values,missing,came = first.since(marker, name, owner, own, here, ever.get(name, ()))
+        now = marker, name, owner, own
+        values,missing,came = first.since(*now, here, ever.get(name, ()), begin.get(name))
         putter.members(owner, from_plain(values), name or 'trainer')
         for k in came: vars(owner).pop(k, None)
         lost += [(name, k) for k in missing]

@@ -282,6 +282,7 @@ def take(self:OwnState,
         lost += [k for k in called if k not in lost and set_once(trainer, k)]
         more = dict(looks=looks, made=made, deleted=self._deleted(trainer, name, owner, own), called=called)
         more['kinds'] = self.kinds.get(name) if state else None
+        more['there'] = [k for k in own if not (k in state or k in still)]
         more['late'] = is_part(name) and is_layer(owner) and name not in self.ready
         more = {k: o for k,o in more.items() if o}
         if state or settings or more: found[name] = dict(state=state, settings=settings) | more
@@ -385,7 +386,7 @@ def put_first(self:OwnState,
     marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
     meant = {name: pair for name,pair in owners.items() if between or _knows_its_place(trainer, name)}
     putter = Putter(_device_of(trainer), self.there)
-    lost = put_beginnings(self.first, putter, marker, meant, saved, self.ever)
+    lost = put_beginnings(self.first, putter, marker, meant, saved, self.ever, self.begin)
     if lost: warn_of_later(lost)
     marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
     self.first.note(marker, owners, self._changed, self.begin, self.ready, goes_on=True)

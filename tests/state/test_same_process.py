@@ -2,7 +2,11 @@
 
 That holds also for what had not changed yet when the checkpoint was written."""
 
+import copy
+import csv
+import io
 import random
+import threading
 import types
 from collections import Counter, deque
 
@@ -10,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from cutting import small_trainer
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
@@ -152,3 +157,176 @@ def test_what_a_user_has_set_between_two_fits_stays(tmp_path):
     trainer.LateCB.other = "new"
     fit(trainer, 3, valid=False)
     assert trainer.LateCB.table.sum() == 2 and trainer.LateCB.other == "new"
+
+
+class Meter:
+    "An object with a file, which no checkpoint keeps"
+
+    def __init__(self):
+        self.file, self.n = io.StringIO(), 0
+
+    def add(self):
+        self.n += 1
+        self.file.write("x")
+
+
+def scale_by(cb, trainer, factor):
+    cb.n_used = getattr(cb, "n_used", 0) + 1
+    trainer.loss = trainer.loss * factor
+
+
+class MeterCB:
+    on_valid = False
+
+    def before_epoch(self, trainer):
+        self.made = self.make(trainer)
+
+    def make(self, trainer):
+        return Meter()
+
+    def use(self):
+        self.made.add()
+
+    def before_backward(self, trainer):
+        self.use()
+        scale_by(self, trainer, 1.5)
+
+
+class NoneFirstCB(MeterCB):
+    def __init__(self):
+        self.made = None
+
+
+class LaterCB(MeterCB):
+    "The first checkpoint comes before there is anything"
+
+    def __init__(self):
+        self.made = None
+
+    def before_epoch(self, trainer):
+        if trainer.epoch > 0:
+            self.made = Meter()
+
+    def before_backward(self, trainer):
+        if trainer.epoch > 0:
+            self.made.add()
+        scale_by(self, trainer, 1.5)
+
+
+class IteratorCB(MeterCB):
+    def make(self, trainer):
+        return iter([3] * 50)
+
+    def use(self):
+        assert next(self.made) == 3
+
+
+class WriterCB(IteratorCB):
+    def make(self, trainer):
+        return csv.writer(io.StringIO())
+
+    def use(self):
+        self.made.writerow([1])
+
+
+class GeneratorCB(IteratorCB):
+    def make(self, trainer):
+        return (3 for _ in range(50))
+
+
+class LockCB(MeterCB):
+    def make(self, trainer):
+        return threading.Lock()
+
+    def use(self):
+        with self.made:
+            pass
+
+
+class IfMissingCB(LockCB):
+    "Made once, in the first epoch"
+
+    def before_epoch(self, trainer):
+        if not hasattr(self, "made"):
+            self.made = threading.Lock()
+
+
+class BarCB(MeterCB):
+    def make(self, trainer):
+        return tqdm(disable=True)
+
+    def use(self):
+        self.made.update(1)
+
+    def cleanup_epoch(self, trainer):
+        self.made.close()
+
+
+class HookCB(MeterCB):
+    def make(self, trainer):
+        return trainer.model.register_forward_hook(lambda layer, args, out: out * 0.9)
+
+    def use(self):
+        assert self.made.id in self.made.hooks_dict_ref()
+
+    def cleanup_epoch(self, trainer):
+        self.made.remove()
+
+
+class HeadCB(MeterCB):
+    "A module and an optimizer for each epoch"
+
+    def make(self, trainer):
+        head = nn.Linear(1, 1)
+        return head, torch.optim.SGD(head.parameters(), 0.1)
+
+    def use(self):
+        head, opt = self.made
+        head(torch.ones(1)).sum().backward()
+        opt.step()
+
+
+MADE = [MeterCB, NoneFirstCB, LaterCB, IteratorCB, WriterCB, GeneratorCB, LockCB, IfMissingCB]
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be kept in a checkpoint")
+@pytest.mark.parametrize("make", [*MADE, BarCB, HookCB, HeadCB])
+@pytest.mark.parametrize(("every", "n"), [(2, 5), (2, 4), ("epoch", 5)])
+def test_what_an_epoch_makes_is_there_when_its_rest_goes_on(make, every, n, tmp_path):
+    whole, trainer = broken_and_not(lambda: small_trainer(make()), tmp_path, n=n, every=every)
+    used = [getattr(t, make.__name__).n_used for t in (whole, trainer)]
+    assert used[0] == used[1] > 0
+
+
+class FormerModelCB:
+    "Learns from the model of the epoch before"
+
+    former = None
+
+    def log(self, trainer):
+        self.former = copy.deepcopy(trainer.model)
+
+    def before_backward(self, trainer):
+        if self.former is not None:
+            trainer.loss = trainer.loss + self.former(trainer.batch[0]).detach().mean() * trainer.preds.mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be kept in a checkpoint")
+def test_what_was_made_before_the_place_and_is_still_there_stays(tmp_path):
+    broken_and_not(lambda: small_trainer(FormerModelCB()), tmp_path, n=5, every=2)
+
+
+class AfterThePlaceCB:
+    "What comes only after the checkpoint, and not by itself"
+
+    def before_backward(self, trainer):
+        if trainer.n_updates == 5:
+            self.late = Meter()
+        assert hasattr(self, "late") == (trainer.n_updates >= 5)
+
+
+def test_what_came_only_after_the_place_is_taken_away(tmp_path):
+    trainer = small_trainer(AfterThePlaceCB(), CheckpointCB(tmp_path / "run", every=2))
+    with pytest.raises(Cut):
+        fit(trainer, 3, valid=False, callbacks=CutCB("before_step", lambda t: t.n_updates == 5))
+    fit(trainer, 2, valid=False)
