@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/train/08_failed_steps.ipynb #8c1943a1
-import re
+import inspect, re
 from collections.abc import Mapping
 from numbers import Number
 
@@ -131,6 +131,20 @@ def _ids(trainer, error):
 
 def _is_whole(x): return x.numel() and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
+# %% ../../nbs/train/08_failed_steps.ipynb #c105e002
+_NO_CLOSURE = ('`{opt}.step` got no closure, as its signature, `closure=None`, says that it can do without, '
+               'and this error looks as if it cannot. Let the signature say so, and the built-in step gives '
+               'it one: `class Own{opt}({opt}):` with '
+               '`def step(self, closure): return super().step(closure)`.')
+
+def _without_closure(trainer, error):
+    "What to do if an optimizer needs the closure that its signature lets be left out"
+    opt,told = type(vars(trainer).get('opt')),str(error)
+    try: given = inspect.signature(opt.step).parameters.get('closure')
+    except (AttributeError, TypeError, ValueError): return
+    is_it = 'closure' in told or "'NoneType' object is not callable" in told
+    if is_it and given is not None and given.default is None: yield _NO_CLOSURE.format(opt=opt.__name__)
+
 # %% ../../nbs/train/08_failed_steps.ipynb #c109496b
 _DTYPES = ('Of this batch the model got {inputs}, and the targets are {targets}; parameters of the model are '
            '{own}. Numbers of NumPy and pandas are float64 until `.float()` makes them float32. As class '
@@ -168,6 +182,7 @@ def reasons(
         parts = list(_parts(trainer, event))
         yield from parts
         if not parts and event == 'predict' and 'positional argument' in wrong_call: yield _N_INP
+    if event == 'step': yield from _without_closure(trainer, error)
     if event in ('predict', 'get_loss', 'backward'): yield from _dtypes(trainer, error)
     if event in ('predict', 'get_loss'): yield from _devices(trainer, event, error)
     if event == 'predict': yield from _ids(trainer, error)

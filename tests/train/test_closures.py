@@ -290,3 +290,52 @@ def test_a_number_that_is_not_finite_within_the_step_stays_out_of_the_weights():
     trainer = Trainer(DataLoaders(make_data()), loss_func, LBFGS, model, callbacks)
     trainer.fit(1, lr=0.1, valid=False)
     assert all(p.isfinite().all() for p in model.parameters()) and "NaN or infinite" in trainer.stop_reason
+
+
+class PublishedSAM(SAM):
+    "As it is published: its signature says that it does without"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return super().step(torch.enable_grad()(closure))
+
+
+class AskingSAM(SAM):
+    def step(self, closure=None):
+        assert closure is not None, "it requires a closure"
+        return super().step(closure)
+
+
+class OwnPublishedSAM(PublishedSAM):
+    def step(self, closure):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("opt_func", [PublishedSAM, AskingSAM])
+def test_an_optimizer_that_fails_without_a_closure_is_told_how_to_get_one(opt_func):
+    trainer = Trainer(DataLoaders(make_data()), F.mse_loss, opt_func, make_model(), BasicTrainCB())
+    with pytest.raises((TypeError, AssertionError)) as told:
+        trainer.fit(1, lr=0.1, valid=False)
+    name = opt_func.__name__
+    assert any(f"`class Own{name}({name}):` with `def step(self, closure)" in o for o in told.value.__notes__)
+
+
+def test_with_the_signature_that_is_advised_it_trains():
+    models = []
+    for opt_func in (OwnPublishedSAM, SAM):
+        models.append(make_model())
+        trainer = Trainer(DataLoaders(make_data()), F.mse_loss, opt_func, models[-1], BasicTrainCB())
+        trainer.fit(2, lr=0.1, valid=False)
+    assert equal(*models)
+
+
+class BrokenSGD(optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("another reason")
+
+
+def test_an_optimizer_that_fails_for_another_reason_is_not_told_of_closures():
+    trainer = Trainer(DataLoaders(make_data()), F.mse_loss, BrokenSGD, make_model(), BasicTrainCB())
+    with pytest.raises(RuntimeError) as told:
+        trainer.fit(1, lr=0.1, valid=False)
+    assert not any("closure" in o for o in told.value.__notes__)
