@@ -73,6 +73,27 @@ def same_objects(
     yield
     for one in standing: one.stay()
 
+# %% ../../nbs/state/61_loaded_optimizers.ipynb #61a0c112
+_FEW = 200 # Longer ones are data
+
+def _opts_below(x, depth=3):
+    if opts_in('', x): return [*opts_in('', x).values()]
+    kind = type(x) # Nobody is asked
+    parts = x.values() if issubclass(kind, dict) else x if issubclass(kind, (list, tuple)) else ()
+    parts = [*(parts if len(parts) <= _FEW else ()), *attributes_of(x).values()]
+    return [opt for part in parts for opt in _opts_below(part, depth-1)] if depth else []
+
+def _inner_first(opt, known=frozenset()):
+    "An optimizer behind those that it is made of; none, if something that is no optimizer has its groups"
+    own,known = attributes_of(opt),known | {id(opt)}
+    held = [x for k,x in own.items() if k not in ('state', 'param_groups')]
+    others = [x for x in held if _has_groups(x, own.get('param_groups')) and not opts_in('', x)]
+    inner = [x for part in held for x in _opts_below(part) if id(x) not in known]
+    found = {id(x): x for one in inner for x in _inner_first(one, known)}
+    return [] if others else [*found.values(), opt]
+
+def _has_groups(x, groups): return groups is not None and attributes_of(x).get('param_groups') is groups
+
 # %% ../../nbs/state/61_loaded_optimizers.ipynb #61a0c107
 def _parts_for(opt, saved):
     "What this process keeps of an optimizer's state"
@@ -90,17 +111,24 @@ def load_opt(
 ):
     "Load the state of an optimizer, with the types that it had; its objects stay those that others hold"
     saved = _parts_for(opt, saved)
-    with same_objects([opt]):
+    opts = _inner_first(opt)
+    with same_objects(opts):
         opt.load_state_dict(map_tensors(torch.clone, saved))
-        _put_types_right(opt, saved)
+        _put_types_right(opt, opts, saved)
 
-def _put_types_right(opt, saved):
+def _put_types_right(opt, opts, saved):
     params = [p for group in opt.param_groups for p in group['params']]
     numbers = [i for group in saved['param_groups'] for i in group['params']]
     for i,p in zip(numbers, params):
         for name,was in saved['state'].get(i, {}).items():
-            now = opt.state[p][name]
-            if _has_other_type(now, was): opt.state[p][name] = was.to(now.device, copy=True)
+            held = _state_with(name, opts, p)
+            now = held.get(name)
+            if _has_other_type(now, was): held[name] = was.to(now.device, copy=True)
+
+def _state_with(name, opts, p):
+    "What one of some optimizers has of a parameter under this name; the last is asked first"
+    found = [opt.state.get(p) for opt in reversed(opts)]
+    return next((held for held in found if isinstance(held, dict) and name in held), {})
 
 def _has_other_type(now, was): return torch.is_tensor(now) and torch.is_tensor(was) and now.dtype != was.dtype
 
@@ -127,13 +155,6 @@ def _holds_only(x, known):
     "Whether the optimizers that an object holds are all known, and there are some"
     held = _opts_below(x)
     return bool(held) and all(id(o) in known for o in held)
-
-def _opts_below(x, depth=3):
-    if opts_in('', x): return [*opts_in('', x).values()]
-    kind = type(x) # Nobody is asked
-    parts = x.values() if issubclass(kind, dict) else x if issubclass(kind, (list, tuple)) else ()
-    parts = [*parts, *attributes_of(x).values()]
-    return [opt for part in parts for opt in _opts_below(part, depth-1)] if depth else []
 
 def _opt_states(x):
     "What optimizers have told, in what was kept of a value"
