@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/28_moments.ipynb #971fbc4e
-import dis, math
+import dis, inspect, math
 from functools import lru_cache
 from types import FunctionType
 
@@ -91,3 +91,64 @@ def is_read_in_training(
     "Whether the user's code reads an attribute in training batches, and does not ask which pass it is"
     found = [_read_in(f.__code__) for f in _users_functions(trainer) if f.__name__ in _IN_BATCHES]
     return any(name in names and 'training' not in names for names in found)
+
+# %% ../../nbs/state/28_moments.ipynb #28ba7c02
+_READS = {'LOAD_ATTR','LOAD_METHOD','DELETE_ATTR'}
+_LEAVES = 'JUMP','FOR_ITER','RETURN','RAISE','SEND' # Words in the names of steps
+
+def _named_in(code):
+    "Names that code, and functions in it, may read of an object; `getattr` reads what stands there as a text"
+    inner = [o for o in code.co_consts if hasattr(o, 'co_code')]
+    read = {o.argval for o in dis.get_instructions(code) if o.opname in _READS}
+    return read.union((o for o in code.co_consts if type(o) is str), *map(_named_in, inner))
+
+def _may_hinder(step, name):
+    "Whether a step may leave out what comes behind it, or reads the attribute"
+    if any(word in step.opname for word in _LEAVES): return True
+    if step.opname in _READS: return step.argval == name
+    if step.opname != 'LOAD_CONST': return False
+    return name in _named_in(step.argval) if hasattr(step.argval, 'co_code') else step.argval == name
+
+def _sets_first(code, name):
+    "Whether code sets this attribute of its first argument whatever the case, and has not read it before"
+    steps = list(dis.get_instructions(code))
+    i = next((i for i,o in enumerate(steps) if o.opname == 'STORE_ATTR' and o.argval == name), None)
+    if i is None or not code.co_argcount: return False
+    before = steps[i-1].argval if steps[i-1].opname.startswith('LOAD_FAST') else None
+    owner = before[-1] if type(before) is tuple else before # Two are loaded at once
+    tried = any(o.start <= steps[i].offset < o.end for o in dis.Bytecode(code).exception_entries)
+    return owner == code.co_varnames[0] and not (tried or any(_may_hinder(o, name) for o in steps[:i]))
+
+# %% ../../nbs/state/28_moments.ipynb #28ba7c03
+_STEPS = [f'{when}{name}' for name in STEPS for when in ('before_', '', 'after_')]
+_BATCH = ['before_batch', *_STEPS, 'after_batch']
+_SURE = _BATCH[:1+_BATCH.index('after_get_loss')] # Some batches leave out what comes later
+
+def _all_methods(kind):
+    "Pairs of a name and a function of a class and its bases, also of those that are overridden"
+    found = [(name, f) for base in kind.__mro__ for name,f in vars(base).items()]
+    return [(name, inspect.unwrap(f)) for name,f in found if isinstance(f, FunctionType)]
+
+@lru_cache(maxsize=1024)
+def _set_before_read(kind, name):
+    "The event that sets an attribute in each batch before others of the class read it; None if there is none"
+    methods = {event: inspect.unwrap(getattr(kind, event)) for event in _SURE if hasattr(kind, event)}
+    sets = [k for k,f in methods.items() if isinstance(f, FunctionType) and _sets_first(f.__code__, name)]
+    if not sets: return None
+    first,setter = sets[0],methods[sets[0]]
+    readers = {k for k,f in _all_methods(kind) if f is not setter and name in _named_in(f.__code__)}
+    return first if readers <= {'__init__', *_BATCH[1+_BATCH.index(first):]} else None
+
+def set_in_each_batch(
+    trainer, # With callbacks
+    owner, # Who has the attribute
+    name:str, # Of the attribute
+)->bool:
+    "Whether a callback sets an attribute in each batch before it is read"
+    if not any(owner is cb for cb in trainer.callbacks): return False
+    event = _set_before_read(type(owner), name)
+    own = [f for _,f in _all_methods(type(owner))]
+    everybody = [inspect.unwrap(f) for f in _users_functions(trainer)]
+    skips = event != 'before_batch' and any('CancelStepException' in f.__code__.co_names for f in everybody)
+    is_read = any(name in _named_in(f.__code__) for f in everybody if f not in own)
+    return event is not None and not (skips or is_read)

@@ -30,7 +30,7 @@ from .change_marks import attributes_of, is_outside, part_of
 from .holders import besides, holders, is_beside, may_be_state, unasked
 from .owners import World, add_generators_of, is_layer, is_part
 from .held_callables import keepers_in
-from .moments import is_read_in_training, set_once
+from .moments import is_read_in_training, set_in_each_batch, set_once
 from .other_attributes import kinds_in, misfits
 from .owners import is_opt, of_other, others_of
 from .plain_state import from_plain, plain
@@ -287,7 +287,8 @@ def take(self:OwnState,
         more = {k: o for k,o in more.items() if o}
         if state or settings or more: found[name] = dict(state=state, settings=settings) | more
         lost = [k for k in lost+refused if self._is_missed(keeper.marker, name, k, own[k], of_opt)]
-        unkept += [(name, k) for k in lost if (name, k) not in self.told]
+        lost = [k for k in lost if (name, k) not in self.told]
+        unkept += [(name, k) for k in lost if not set_in_each_batch(trainer, owner, k)]
     if of is not None: return found
     ties = plain(keeper.hosts.ties(), copy=copy)
     if ties: found.setdefault('', dict(state={}, settings={}))['ties'] = ties

@@ -2,6 +2,7 @@
 again, that is told, and where it does, nobody hears of it.
 """
 
+import copy
 import warnings
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from cutting import ROWS, small_trainer
 from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.exact_loaders import exact_loader
+from isaac_loop.loop.events import CancelStepException
 from isaac_loop.loop.trainer import Trainer
 from isaac_loop.state.errors import ResumeMismatch
 from runs import Cut, CutCB, fit
@@ -452,3 +454,140 @@ def test_what_is_made_when_it_is_needed_is_no_loss_where_a_pass_has_no_batch_lef
 def test_what_is_set_in_the_first_batch_of_each_epoch_comes_again_with_the_next(tmp_path):
     first, second, same = told_twice(tmp_path, lambda: small_trainer(FirstBatchCB()), every="epoch")
     assert first == second == [] and same
+
+
+class CopyInBatchCB:
+    "What each batch makes anew before it reads it, as the inner model of Reptile"
+
+    copy = None
+
+    def before_predict(self, trainer):
+        self.copy = copy.deepcopy(trainer.model)
+
+    def after_get_loss(self, trainer):
+        if self.copy is not None:
+            trainer.loss = trainer.loss + 0.1 * self.copy(trainer.batch[0]).detach().mean() * trainer.loss
+
+
+class RowsCB:
+    def __init__(self):
+        self.rows = None
+
+    def before_batch(self, trainer):
+        numbers = [2.0, 3.0]
+        self.rows = iter(numbers)
+        next(self.rows)
+
+    def before_backward(self, trainer):
+        trainer.loss = trainer.loss * next(self.rows)
+
+
+class RowsFirstCB(RowsCB):
+    "A subclass that reads it too"
+
+    def after_batch(self, trainer):
+        self.rest = len(list(self.rows))
+
+
+@pytest.mark.parametrize("every", [2, 3, "epoch"])
+@pytest.mark.parametrize("make", [CopyInBatchCB, RowsCB, RowsFirstCB])
+def test_what_each_batch_makes_before_it_reads_it_is_no_reason_to_warn(tmp_path, make, every):
+    first, second, same = told_twice(tmp_path, lambda: small_trainer(make()), every=every)
+    assert first == second == [] and same
+
+
+class LastCopyCB(CopyInBatchCB):
+    "Reads what the batch before has made"
+
+    def before_batch(self, trainer):
+        self.was = 0.0 if self.copy is None else self.copy(trainer.batch[0]).mean().item()
+
+
+class AddsCB(CopyInBatchCB):
+    def before_predict(self, trainer):
+        former = self.copy
+        self.copy = copy.deepcopy(trainer.model)
+        self.copy.has_former = former is not None
+
+
+class SomeBatchesCB(CopyInBatchCB):
+    def before_predict(self, trainer):
+        if trainer.n_updates % 3 == 0:
+            self.copy = copy.deepcopy(trainer.model)
+
+
+class TriedCB(CopyInBatchCB):
+    def before_predict(self, trainer):
+        with suppress(ZeroDivisionError):
+            self.copy = [copy.deepcopy(trainer.model), 1 / (trainer.n_updates % 3)][0]
+
+
+class LogCopyCB(CopyInBatchCB):
+    def log(self, trainer):
+        trainer.last = self.copy.weight.sum().item()
+
+
+class HelperCB(CopyInBatchCB):
+    def before_batch(self, trainer):
+        self.look()
+
+    def look(self):
+        self.was = getattr(self, "copy", None) is None
+
+
+class UnderCB(CopyInBatchCB):
+    "Reads it before it is set"
+
+    def after_predict(self, trainer):
+        self.was = self.copy is None
+
+    def before_get_loss(self, trainer):
+        self.copy = copy.deepcopy(trainer.model)
+
+    def before_predict(self, trainer):
+        pass
+
+
+class StepCopyCB(CopyInBatchCB):
+    "Some batches have no step"
+
+    def before_predict(self, trainer):
+        pass
+
+    def before_step(self, trainer):
+        self.copy = copy.deepcopy(trainer.model)
+
+
+class SkippedCB(CopyInBatchCB):
+    def before_batch(self, trainer):
+        self.skips = CancelStepException
+
+
+class ReaderCB:
+    def before_batch(self, trainer):
+        self.was = trainer.CopyInBatchCB.copy is None
+
+
+NEEDED_LATER = [
+    LastCopyCB,
+    AddsCB,
+    SomeBatchesCB,
+    TriedCB,
+    LogCopyCB,
+    HelperCB,
+    UnderCB,
+    StepCopyCB,
+    SkippedCB,
+]
+
+
+@pytest.mark.parametrize("make", NEEDED_LATER)
+def test_what_a_later_batch_may_read_is_named(tmp_path, make):
+    first = told_in(lambda: fit(small_trainer(make(), CheckpointCB(tmp_path, every=2)), 2, valid=False))
+    assert [f"`{make.__name__}.copy`" in o for o in first] == [True]
+
+
+def test_what_another_callback_reads_is_named(tmp_path):
+    cbs = CopyInBatchCB(), ReaderCB(), CheckpointCB(tmp_path, every=2)
+    first = told_in(lambda: fit(small_trainer(*cbs), 2, valid=False))
+    assert ["`CopyInBatchCB.copy`" in o for o in first] == [True]
