@@ -23,6 +23,7 @@ from ..loop.events import CancelFitException, Order, callback_name
 from ..loop.notes import whereabouts
 from ..data.fingerprint import data_of, loss_of
 from ..data.resumable_loaders import goes_own_way
+from ..state.changed_data import changes_of
 from ..state.comings import take_comings, take_out, warn_of_absent
 from ..state.later_parts import await_later, look_for_later, note_begun, note_settled
 from ..state.readers import readers_held
@@ -97,6 +98,7 @@ class ResumingCB:
                 continue
             self._find_again(trainer, epoch)
             walked,self._has_handed = True,False
+            changes_of(trainer).begin_epoch(trainer)
             yield epoch
             self._look_for_awaited(trainer)
             if self._has_handed: _look_again(trainer, 'all', ('parts', 'hooks')) # They had an occasion
@@ -199,6 +201,8 @@ def _pass(self:ResumingCB, trainer, batches):
     self._in_step = True
     watched,own_way = self._before is not None,trainer._source.read_again
     set_anew = trainer.dl is not trainer._source.chosen
+    data = changes_of(trainer)
+    data.end_beginning(trainer)
     if self._found and done:
         begun = take_begun(trainer) if watched else None
         state = self._restore(trainer)
@@ -211,8 +215,10 @@ def _pass(self:ResumingCB, trainer, batches):
         self._pass_start = compact_random_state(),own,_position_of(trainer.dl),workers_begun(trainer)
         self._readers = readers_held(trainer)
     self._look_for_awaited(trainer)
+    data.begin_reading(trainer)
     self._walked,drawn = iter(batches),drawn_in(trainer)
     for batch in self._walked:
+        if data.reads: data.has_read(trainer)
         self._as_given,handed = batch is trainer._source.last,handed+1
         self._in_step = self._in_step and drawn_in(trainer) == drawn+handed
         is_made = own_way or (watched and (set_anew or not self._as_given))

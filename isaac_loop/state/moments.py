@@ -52,7 +52,7 @@ def _is_none(step): return step.opname.startswith('LOAD_CONST') and step.argval 
 # %% ../../nbs/state/28_moments.ipynb #333c21f5
 _BEGINNING = {'__init__','before_fit'} # A run that goes on does these again
 
-def _users_functions(trainer):
+def users_functions(trainer):
     "The functions of the user's own that may set something in the course of a fit"
     everybody = [trainer, getattr(trainer, 'model', None), *trainer.callbacks]
     everybody = [x for x in everybody if getattr(x, 'on_train', True) is not False]
@@ -74,7 +74,7 @@ def set_once(
     name:str, # Of an attribute, whoever has it; or `ENTRY`, for any entry
 )->bool:
     "Whether the user's code sets an attribute at one moment of a run, and at no other"
-    found = [_set_in(f.__code__) for f in _users_functions(trainer)]
+    found = [_set_in(f.__code__) for f in users_functions(trainer)]
     is_set = any(name in once for once,_ in found)
     return is_set and (name == ENTRY or not any(name in others for _,others in found))
 
@@ -89,7 +89,7 @@ def is_read_in_training(
     name:str, # Of an attribute, whoever has it
 )->bool:
     "Whether the user's code reads an attribute in training batches, and does not ask which pass it is"
-    found = [_read_in(f.__code__) for f in _users_functions(trainer) if f.__name__ in _IN_BATCHES]
+    found = [_read_in(f.__code__) for f in users_functions(trainer) if f.__name__ in _IN_BATCHES]
     return any(name in names and 'training' not in names for names in found)
 
 # %% ../../nbs/state/28_moments.ipynb #28ba7c02

@@ -18,6 +18,7 @@ from .beginnings import Beginnings, put_beginnings
 from .changed_values import ANEW, Keeper, Unkept, is_plain, value_in
 from .put_values import Putter
 from .filled_objects import Knower, is_numeric, is_still
+from .changed_data import ChangedData
 from .comings import Comings, owed
 from .errors import UnsaveableState
 from .hosts import Hosts
@@ -89,6 +90,7 @@ class OwnState:
         ever = former.ever if former else {} # Names of what changed in any fit
         self.ever = {name: set(names) for name,names in ever.items()}
         self.comings = Comings(trainer, former and former.comings)
+        self.data = ChangedData(former and former.data)
         self.first = Beginnings(former and former.first) # What a fit may change after a save
         self.note(trainer)
 
@@ -136,6 +138,7 @@ class OwnState:
         written = written_by({name: o for name,(o,_) in owners.items()}, marker)
         self.outside = written | self.outside if ready else self.outside | written
         if callbacks is None: self.comings.begin(trainer)
+        if callbacks is None and ready: self.data.begin(trainer)
 
     def _changed(self, marker, name, own):
         "Names of attributes of `own` that have been set or changed, in their order"
@@ -299,6 +302,7 @@ def take(self:OwnState,
     unkept = [o for o in unkept if o not in met]
     if unkept: warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))
     self._warn_of_outside(owners, keeper.marker)
+    self.data.look(trainer)
     return found
 
 # %% ../../nbs/state/38_own_state.ipynb #7cfc7cbf
@@ -389,6 +393,7 @@ def put_first(self:OwnState,
     putter = Putter(_device_of(trainer), self.there)
     lost = put_beginnings(self.first, putter, marker, meant, saved, self.ever, self.begin)
     if lost: warn_of_later(lost)
+    self.data.look_back(trainer)
     marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
     self.first.note(marker, owners, self._changed, self.begin, self.ready, goes_on=True)
 

@@ -125,7 +125,7 @@ def _entries(path, x):
     return [(f'{path}[{as_key(k)}]', o) for k,o in pairs if not _is_data(o)]
 
 # %% ../../nbs/state/37_owners.ipynb #48595daf
-def _inside(path, x):
+def inside_of(path, x):
     "What an object leads to, with paths: attributes, entries of short containers, what a callable is made of"
     if isinstance(x, Subset): return [(path, x.dataset)]
     if isinstance(x, ConcatDataset): return [(f'{path}.datasets[{i}]', o) for i,o in enumerate(x.datasets)]
@@ -156,7 +156,7 @@ def _led_to(roots, seen):
         path,x = near.popleft()
         seen.add(id(x))
         yield path,x
-        near.extend(_inside(path, x))
+        near.extend(inside_of(path, x))
 
 # %% ../../nbs/state/37_owners.ipynb #5939add7
 def _add_readers(found, name, dl, without=()):
