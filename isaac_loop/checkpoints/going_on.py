@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #d207637f
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import short_path, warn
 from ..basics.output import say
@@ -54,10 +54,18 @@ def warn_of_own_numbers(trainer):
         instead = 'D' if isinstance(getattr(dl, 'dataset', None), IterableDataset) else _EXACT
         if found: warn(_OWN_NUMBERS.format(names=', '.join(found), dl=name, instead=instead))
 
+def _reads_here(dl):
+    "Whether a plain loader reads the rows of a dataset in this process, and in the usual way"
+    usual = isinstance(dl, DataLoader) and type(dl).__iter__ is DataLoader.__iter__
+    return usual and not dl.num_workers and not isinstance(dl.dataset, IterableDataset)
+
 def _unsaved(dl):
     "The generators behind a loader that does not keep their state"
     parts = *PARTS,'sampler','batch_sampler',''
-    if not hasattr(dl, 'load_state_dict'): return data_generators(dl, parts)
+    if not hasattr(dl, 'load_state_dict'):
+        kept = data_generators(dl, PARTS[:2]) if _reads_here(dl) else {} # Where the rows draw is in the state
+        kept = set(map(id, kept.values()))
+        return {path: x for path,x in data_generators(dl, parts).items() if id(x) not in kept}
     exact = not getattr(dl, 'reads_again', False) and not getattr(dl, 'num_workers', 0)
     return {} if exact else data_generators(dl)
 

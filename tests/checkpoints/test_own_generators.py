@@ -503,3 +503,75 @@ def test_a_run_does_not_go_on_with_a_generator_of_another_kind(saved, here, tmp_
     fails = contextlib.nullcontext() if saved == here else pytest.raises(ResumeMismatch, match=told)
     with fails:
         outcome(CheckpointCB(tmp_path, every=2), HoldsCB(OF_KINDS[here]()))
+
+
+class OfNumpy(Own):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(3)
+
+
+class OfOldNumpy(Own):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.RandomState(3)
+
+    def noise(self):
+        return self.rng.rand() / 10
+
+
+class OfTorch(Own):
+    def __init__(self):
+        super().__init__()
+        self.rng = torch.Generator().manual_seed(3)
+
+    def noise(self):
+        return torch.rand((), generator=self.rng) / 10
+
+
+def shuffled(data, **options):
+    return DataLoader(data, 4, shuffle=True, **options)
+
+
+class NoisyCollate:
+    def __init__(self):
+        self.rng = random.Random(5)
+
+    def __call__(self, rows):
+        x, y = torch.utils.data.default_collate(rows)
+        return x + self.rng.random(), y
+
+
+def noisily_collated(data):
+    return shuffled(data, collate_fn=NoisyCollate())
+
+
+PLAIN = {
+    "random": dict(data=Own, load=shuffled),
+    "numpy": dict(data=OfNumpy, load=shuffled),
+    "old numpy": dict(data=OfOldNumpy, load=shuffled),
+    "torch": dict(data=OfTorch, load=shuffled),
+    "script": dict(data=OfScript, load=shuffled),
+    "subset": dict(data=lambda: Subset(OfNumpy(), range(18)), load=shuffled),
+    "collate": dict(load=noisily_collated),
+}
+
+
+@pytest.mark.parametrize("every", ["epoch", 3])
+@pytest.mark.parametrize("kind", PLAIN)
+def test_generators_of_rows_that_a_plain_loader_reads_here_go_on_exactly_and_without_a_word(
+    kind, every, tmp_path
+):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("default", ".*does not know its position")
+        whole = outcome(**PLAIN[kind])
+        outcome(CheckpointCB(tmp_path, every=every), after_batch, **PLAIN[kind])
+        assert outcome(CheckpointCB(tmp_path, every=every), **PLAIN[kind]) == whole
+
+
+def test_with_workers_they_are_named(tmp_path):
+    options = dict(data=OfNumpy, load=functools.partial(shuffled, num_workers=1))
+    outcome(CheckpointCB(tmp_path), after_batch, **options)
+    with pytest.warns(UserWarning, match=r"`dataset.rng` of `dls.train` may draw random numbers"):
+        outcome(CheckpointCB(tmp_path), **options)
