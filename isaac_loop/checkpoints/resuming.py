@@ -100,6 +100,7 @@ class ResumingCB:
             walked,self._has_handed = True,False
             changes_of(trainer).begin_epoch(trainer)
             yield epoch
+            changes_of(trainer).in_pass = False
             self._look_for_awaited(trainer)
             if self._has_handed: _look_again(trainer, 'all', ('parts', 'hooks')) # They had an occasion
             self._batches,self._next = 0,epoch+1

@@ -142,7 +142,7 @@ class ChangedData:
         self.own,self.told = (set(former.own),set(former.told)) if former else (set(),set())
         self.anew = set(former.anew) if former else set() # Paths that any epoch has set at its beginning
         self.begun,self.set = {},{} # What there was when this epoch began; looks at what that has set
-        self.reads = None # Looks before the first batch of the fit
+        self.reads,self.in_pass = None,False # Looks before the first batch of the fit; does an epoch train?
 
     def _looks(self, trainer):
         return {path: look_at(x) for path,(x,_) in under_loader(trainer).items()}
@@ -166,6 +166,7 @@ class ChangedData:
 
     def begin_reading(self, trainer):
         "Note what stands before the first batch of the fit is read"
+        self.in_pass = True
         self.reads = self._looks(trainer) if self.reads is False else None
 
     def has_read(self, trainer):

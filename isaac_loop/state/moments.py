@@ -78,6 +78,13 @@ def set_once(
     is_set = any(name in once for once,_ in found)
     return is_set and (name == ENTRY or not any(name in others for _,others in found))
 
+def set_by(
+    trainer, # With callbacks
+    name:str, # Of an attribute, whoever has it
+)->list: # Functions
+    "The functions of the user's own that set an attribute in the course of a fit"
+    return [f for f in users_functions(trainer) if any(name in names for names in _set_in(f.__code__))]
+
 _IN_BATCHES = {f'{when}{name}' for name in (*STEPS, 'batch', 'forward') for when in ('', 'before_', 'after_')}
 
 @lru_cache(maxsize=1024)

@@ -18,6 +18,8 @@ from .beginnings import Beginnings, put_beginnings
 from .changed_values import ANEW, Keeper, Unkept, is_plain, value_in
 from .put_values import Putter
 from .filled_objects import Knower, is_numeric, is_still
+from .carried_values import frozen_in, iterators_in
+from .carried_values import warn_of_frozen, warn_of_iterators
 from .changed_data import ChangedData
 from .comings import Comings, owed
 from .errors import UnsaveableState
@@ -27,7 +29,7 @@ from .lost_words import tell_all, warn_of_awaited, warn_of_later, warn_of_lost, 
 from .lost_words import warn_of_outside
 from .outside_variables import written_by
 from .change_marks import SIMPLE, Code, Mark, Marker, Same
-from .change_marks import attributes_of, is_outside, part_of
+from .change_marks import attributes_of, is_iterator, is_outside, part_of
 from .holders import besides, holders, is_beside, may_be_state, unasked
 from .owners import World, add_generators_of, is_layer, is_part
 from .held_callables import keepers_in
@@ -166,6 +168,16 @@ def _warn_of_outside(self:OwnState, owners, marker):
     self.told.update(new)
     if new: warn_of_outside(new)
 
+@patch
+def _warn_of_carried(self:OwnState, trainer, owners, world):
+    "Name once what functions carry along and no checkpoint keeps"
+    in_pass = self.data.in_pass
+    running = [o for o in iterators_in(trainer, owners, in_pass) if o not in self.told]
+    frozen = [o for o in frozen_in(trainer, owners, world) if o not in self.told] if in_pass else []
+    self.told.update(running+frozen)
+    if running: warn_of_iterators(running)
+    if frozen: warn_of_frozen(frozen)
+
 # %% ../../nbs/state/38_own_state.ipynb #16e030b1
 def _noted(name, still, of_opt, world):
     "Of what has not changed the settings, and how tensors look; data, model and loss are told elsewhere"
@@ -299,9 +311,12 @@ def take(self:OwnState,
     self.told.update(unkept)
     met = {o: keeper.met[o] for o in unkept if o in keeper.met}
     if met: warn_of_met(met)
-    unkept = [o for o in unkept if o not in met]
+    running = [(name, k) for name,k in unkept if is_iterator(owners[name][1][k])]
+    if running: warn_of_iterators(running)
+    unkept = [o for o in unkept if o not in met and o not in running]
     if unkept: warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))
     self._warn_of_outside(owners, keeper.marker)
+    self._warn_of_carried(trainer, owners, keeper.world)
     self.data.look(trainer)
     return found
 
