@@ -19,6 +19,7 @@ from ..basics.output import say
 from .background_writes import BackgroundWrites
 from .counted_fits import CountedFits
 from .going_on import note_how_to_go_on, tell_exchanged, to_resume
+from .made_batches import warn_of_unusable
 from .resuming import between_passes, CompleteAlready, ResumingCB, start_of_pass
 from .run_on_disk import RunOnDisk, facts_about, metrics_of
 from .when_to_save import NewestNumbers, When, check_unmonitored
@@ -30,6 +31,7 @@ from ..loop.monitor import check_monitored, mode_of
 from ..loop.notes import whereabouts
 from ..loop.shared_attributes import offering
 from ..state.change_marks import digest_of_bytes
+from ..state.changed_data import changes_of
 from ..state.checkpoint_files import check_verify
 from ..state.checkpoint_folder import STEP_NAME, check_pattern
 from ..state.plain_state import plain
@@ -115,6 +117,7 @@ def _save(self:CheckpointCB, trainer, epoch, batches=0, end=None, reason=None, f
     self._warn_of_untrained(trainer)
     in_pass = bool(batches) and not end
     start = start_of_pass(trainer) if in_pass else between_passes(trainer)
+    if in_pass: warn_of_unusable(trainer, start, changes_of(trainer).told)
     weights,state = take_state(trainer, epoch, batches, finished, start, copy=False)
     if end: end.put_into(state)
     elif reason: state['position']['stop_reason'] = reason

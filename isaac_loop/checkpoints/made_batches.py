@@ -6,6 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #4d2f7271
+import dis
+from functools import lru_cache
+
 import torch
 
 from ..basics.checks import warn
@@ -15,6 +18,7 @@ from ..data.generators import data_generators
 from ..data.random_generators import drawn_from
 from ..loop.events import callback_name
 from ..state.errors import ResumeMismatch
+from ..state.filled_by_reading import codes_in, functions_of
 from ..state.random_numbers import plain_random_state, set_plain_random_state
 from ..state.loader_parts import generators, held_loaders, reads_loaders
 from ..state.putting_back import put_callbacks, put_held, put_position
@@ -242,3 +246,40 @@ def _is_same_batch(batch, saved):
     "Whether a batch is as it was, as far as anybody can say"
     now = digest_of(parts_of_batch(batch))
     return saved is None or now is None or (len(saved) == len(now) and all(map(alike, saved, now)))
+
+# %% ../../nbs/checkpoints/15_made_batches.ipynb #32b632be
+_UNUSABLE = ('This checkpoint lies in the middle of an epoch, whose batches {} made in `before_epoch` with '
+             'the model of then. They cannot be made again, so `fit` will refuse to go on from here. Save '
+             "between epochs alone, by `CheckpointCB(every='epoch')`; or make the batches in `before_fit` "
+             'and `log`, and keep them in an attribute.')
+
+def _is_call(step):
+    "Whether a step loads what is called like a method: it is called `LOAD_METHOD` until Python 3.11"
+    return step.opname == 'LOAD_METHOD' or (step.opname == 'LOAD_ATTR' and 'NULL' in step.argrepr)
+
+@lru_cache(maxsize=256)
+def _calls_model(kind, name):
+    "Whether a method, or one of its class to which it leads, calls the model"
+    functions,near,seen = functions_of(kind),[name],set()
+    while near:
+        name = near.pop()
+        if name in seen or name not in functions: continue
+        seen.add(name)
+        codes = codes_in(functions[name].__code__)
+        steps = (step for code in codes for step in dis.get_instructions(code))
+        if any(_is_call(step) and step.argval == 'model' for step in steps): return True
+        near += (k for code in codes for k in code.co_names)
+    return False
+
+def warn_of_unusable(
+    trainer, # In a pass, which is saved
+    start:dict, # What is saved of its beginning
+    told:set, # Gets what was said
+):
+    "Say once that a run cannot go on from the middle of an epoch"
+    if not start.get('again') or 'made' in told: return
+    kinds = {callback_name(cb): getattr(cb, 'trainer_class', type(cb)) for cb in makers_of(trainer)}
+    names = [f'`{name}`' for name,kind in kinds.items() if _calls_model(kind, 'before_epoch')]
+    if not names: return
+    told.add('made')
+    warn(_UNUSABLE.format(' or '.join(names)))
