@@ -27,7 +27,8 @@ from .owners import inside_of
 from .trainer_parts import bare
 
 # %% ../../nbs/state/47_changed_data.ipynb #f0ee8654
-_BYTES,_ENTRIES,_SOME,_FEW = 2**21,100_000,500,20
+_BYTES,_ENTRIES = 2**21,100_000
+_SOME,_FEW = 500,20
 
 class _Entries:
     "What a container holds, compared by identity but for simple values"

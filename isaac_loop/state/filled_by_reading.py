@@ -32,7 +32,8 @@ def _stores_entry(steps, i):
 @lru_cache(maxsize=1024)
 def written_in(code):
     "Names of attributes that code sets or fills, and of those that it sets and loads"
-    steps,filled,put,loaded = list(dis.get_instructions(code)),set(),set(),set()
+    steps = list(dis.get_instructions(code))
+    filled,put,loaded = set(),set(),set()
     for i,step in enumerate(steps):
         if step.opname in ('STORE_ATTR', 'DELETE_ATTR'): put.add(step.argval)
         elif step.opname in ('LOAD_ATTR', 'LOAD_METHOD'):
@@ -63,7 +64,8 @@ def functions_of(kind):
 
 def codes_in(code):
     "A function's code, and that of functions within"
-    return [code, *(part for o in code.co_consts if isinstance(o, CodeType) for part in codes_in(o))]
+    inner = [o for o in code.co_consts if isinstance(o, CodeType)]
+    return [code, *(part for one in inner for part in codes_in(one))]
 
 @lru_cache(maxsize=256)
 def filled_by_reading(kind):

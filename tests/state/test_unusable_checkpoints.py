@@ -1,4 +1,4 @@
-"""Checkpoints amid an epoch whose batches were made with the model of then are named when they are written."""
+"""Checkpoints amid an epoch whose batches were made with the model of then are named when written."""
 
 import warnings
 
