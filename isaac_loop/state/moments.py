@@ -155,7 +155,7 @@ def set_in_each_batch(
     if not any(owner is cb for cb in trainer.callbacks): return False
     event = _set_before_read(type(owner), name)
     own = [f for _,f in _all_methods(type(owner))]
-    everybody = [inspect.unwrap(f) for f in _users_functions(trainer)]
+    everybody = [inspect.unwrap(f) for f in users_functions(trainer)]
     skips = event != 'before_batch' and any('CancelStepException' in f.__code__.co_names for f in everybody)
     is_read = any(name in _named_in(f.__code__) for f in everybody if f not in own)
     return event is not None and not (skips or is_read)
