@@ -228,5 +228,5 @@ RUN_RULES |= {
 }
 
 # %% ../../../nbs/inspection/run_rules/38_all_run_rules.ipynb #0ac7ed74
-RUN_RULES |= dict.fromkeys(check_told.TOLD.values(), lambda seen: ()) # Found together with the next
+RUN_RULES |= {name: check_told.told_with_others(mistake) for name,mistake in check_told.MISTAKES.items()}
 RUN_RULES['two_providers'] = check_told.told_by_loop

@@ -22,8 +22,29 @@ TOLD = { # By the first word of the key under which it is told, the name of the 
     'names': 'targets_first',
 }
 
+MISTAKES = { # What each of these names stands for
+    'set_in_vain': 'Attributes that are set for other libraries, and nobody reads here',
+    'other_length': 'More or fewer updates than `total_updates` has said',
+    'late_loader': 'A loader that is exchanged when its pass has begun',
+    'late_model': 'A model that is replaced in the fit, whose parameters are in no optimizer',
+    'late_method': 'A method of the trainer that is exchanged in the middle of a pass',
+    'stays_in_training': 'A model that is in training mode while it validates',
+    'unread_stop': 'A stop that is asked for by an attribute that nobody reads',
+    'examples_second': 'Losses that are weighed by steps, since examples stand second',
+    'uneven_rows': 'Losses that are weighed by rows of the inputs, which are no examples',
+    'targets_first': 'A mapping whose target is taken for an input',
+}
+
+def told_with_others(
+    mistake:str, # What the name stands for
+): # A rule that finds nothing by itself: `told_by_loop` finds all of them together
+    "The rule of one of these names"
+    def told(seen): return ()
+    told.__doc__ = mistake
+    return told
+
 def told_by_loop(seen):
-    "What the loop has warned of in the run"
+    "What the loop has warned of in the run, such as two callbacks that do one step"
     for key,(text,callbacks) in seen.heard.items():
         name = TOLD.get(key.partition(' ')[0]) if isinstance(key, str) else 'two_providers'
         if name: yield Finding(name, text, callbacks)
