@@ -21,10 +21,20 @@ def _lengths(parts):
     tensors = [x for x in flat if torch.is_tensor(x)]
     return [len(x) if x.ndim and not x.is_nested else None for x in tensors]
 
+def _of_pair(preds, batch):
+    "How many rows predictions, an input and a target have, if all three have as many, as in most batches"
+    if type(batch) not in (tuple, list) or len(batch) != 2: return 0
+    x,y = batch
+    if not type(preds) is type(x) is type(y) is torch.Tensor: return 0
+    if x.is_nested or y.is_nested or preds.is_nested or not x.ndim: return 0
+    return x.shape[0] if preds.shape[:1] == y.shape[:1] == x.shape[:1] else 0
+
 def counts_here(
     trainer, # In a batch, or behind the last one of a pass
 )->tuple: # Empty if they do not agree, or if nobody can tell
     "How many rows the batch counts as, and how many predictions and targets it has"
+    n = _of_pair(getattr(trainer, 'preds', None), trainer.batch)
+    if n: return n,n # Nothing else is asked in an evaluation, which is short
     inputs,targets = parts_of(trainer.split, trainer.batch)
     preds,targs = _lengths([getattr(trainer, 'preds', None)]),_lengths(targets)
     if not preds or not targs or len({*preds, *targs}) > 1 or not preds[0]: return ()

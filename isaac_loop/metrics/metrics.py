@@ -106,7 +106,7 @@ class MetricsCB:
     def _begin(self, trainer):
         "See what the first batch of a pass counts"
         if self._losses is None: raise RuntimeError(_NO_PASS.format(callback_name(self)))
-        by_rows = not (callable(self.weigh) or self.weigh == 'mean')
+        by_rows = trainer.n_batches != 1 and not (callable(self.weigh) or self.weigh == 'mean')
         self._first = counts_here(trainer) if by_rows else ()
 
     def _measured_here(self, trainer, losses, first):
@@ -115,8 +115,9 @@ class MetricsCB:
         columns = self._columns(trainer, losses.batches, *losses.read().values(), values)
         elapsed = time.perf_counter()-self._start
         if len(losses): warn_of_second(trainer, self.weigh)
-        if 'second' not in trainer.plan.told: tell_of_uneven(trainer, self, first, _UNEVEN)
-        if len(losses) > 1: warn_of_no_means(trainer, self, self._now)
+        if len(losses) > 1: # Else the first batch is the last one
+            if 'second' not in trainer.plan.told: tell_of_uneven(trainer, self, first, _UNEVEN)
+            warn_of_no_means(trainer, self, self._now)
         if trainer.ranks.size > 1 and not trainer._side_runs: elapsed = max(trainer.ranks.gather(elapsed))
         return columns | dict(elapsed=elapsed)
 
