@@ -17,6 +17,7 @@ from torch.utils.data import Sampler, Subset
 
 from ..basics.checks import warn
 from .change_marks import CONTAINERS, SIMPLE, Same, attributes_of, digest_of_bytes
+from .data_writers import DataWriters
 from .filled_by_reading import codes_in, filled_by_reading, functions_of, written_in
 from .filled_objects import is_array
 from .held_callables import is_users
@@ -33,6 +34,7 @@ class _Entries:
     "What a container holds, compared by identity first"
     def __init__(self, x, values): self.kind,self.n,self.values = type(x),len(x),values
     def __eq__(self, other):
+        if not isinstance(other, _Entries): return False
         if (self.kind, self.n) != (other.kind, other.n): return False
         try:
             if self.values == other.values: return True # The same objects are not asked, and that is fast
@@ -60,10 +62,13 @@ def _of_container(x, bytes_too):
 def look_at(x, bytes_too=True, depth=4):
     "What can be told of a value at little cost, to be compared with a later look"
     if type(x) in SIMPLE: return x
-    if isinstance(x, torch.Tensor): return _of_tensor(x, bytes_too)
-    if is_array(x): return _of_array(x)
-    if isinstance(x, bytearray): return len(x),crc32(x)
-    return _of_container(x, bytes_too) if isinstance(x, CONTAINERS) else Same(x)
+    try:
+        if isinstance(x, torch.Tensor): return 'tensor',*_of_tensor(x, bytes_too)
+        if is_array(x): return 'array',*_of_array(x)
+        if isinstance(x, bytearray): return 'bytes',len(x),crc32(x)
+        if isinstance(x, CONTAINERS): return 'container',*_of_container(x, bytes_too)
+    except Exception: pass # It does not let itself be counted
+    return Same(x)
 
 # %% ../../nbs/state/47_changed_data.ipynb #73baa6f8
 _MANY = 200
@@ -117,6 +122,11 @@ def _is_carried_on(trainer, owner, name):
     "Whether code of the user's own makes a new value of an attribute from the one that was there"
     functions = [*users_functions(trainer), *functions_of(type(owner)).values()]
     return any(name in written_in(code)[1] for f in functions for code in codes_in(f.__code__))
+
+def _by_somebody(trainer, found, paths):
+    "Those of the paths to which somebody beside the data may have written"
+    writers = DataWriters(trainer, found) if paths else None
+    return [path for path in paths if writers.may_write(found[path][0], _name_in(path))]
 
 def _fills_itself(owner, name):
     return name in filled_by_reading(type(owner)) or name in _said(owner)
@@ -184,6 +194,7 @@ class ChangedData:
         now = {path: look_at(x) for path,(x,_) in found.items()}
         self.saved = Same(self.dl),now
         others = [path for path in now if self.was.get(path) != now[path] and path not in self.own]
+        others = _by_somebody(trainer, found, others)
         return [path for path in others if not self._comes(trainer, path, *found[path], now[path])]
 
     def _comes(self, trainer, path, x, owner, look):
@@ -213,6 +224,7 @@ class ChangedData:
         found = under_loader(trainer)
         again = self.own | self.anew
         others = [p for p,(x,_) in found.items() if p not in again and saved[1].get(p) != look_at(x)]
+        others = _by_somebody(trainer, found, others)
         others = [p for p in others if not self._comes(trainer, p, *found[p], None)]
         if others: warn(_SINCE.format(', '.join(f'`{p}`' for p in others[:8]), others[0]))
 

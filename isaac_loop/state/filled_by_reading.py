@@ -31,20 +31,22 @@ def _stores_entry(steps, i):
 
 @lru_cache(maxsize=1024)
 def written_in(code):
-    "Names of attributes that code sets or fills, and of those that it sets and loads"
+    "Names of attributes that code sets or fills, and of those that it loads before it sets them"
     steps = list(dis.get_instructions(code))
-    filled,put,loaded = set(),set(),set()
+    filled,put,loaded,carried = set(),set(),set(),set()
     for i,step in enumerate(steps):
-        if step.opname in ('STORE_ATTR', 'DELETE_ATTR'): put.add(step.argval)
+        if step.opname in ('STORE_ATTR', 'DELETE_ATTR'):
+            put.add(step.argval)
+            if step.argval in loaded: carried.add(step.argval)
         elif step.opname in ('LOAD_ATTR', 'LOAD_METHOD'):
             loaded.add(step.argval)
             then = steps[i+1:i+2]
             calls = any(o.opname in ('LOAD_ATTR', 'LOAD_METHOD') and o.argval in _FILLS for o in then)
             if calls or _stores_entry(steps, i): filled.add(step.argval)
-    return frozenset(put | filled),frozenset(put & loaded)
+    return frozenset(put | filled),frozenset(carried)
 
 # %% ../../nbs/state/46_filled_by_reading.ipynb #696b8a4a
-_READ = set('''__getitem__ __getitems__ __iter__ __next__ __len__ __call__ __getattr__ __contains__ forward
+READS = set('''__getitem__ __getitems__ __iter__ __next__ __len__ __call__ __getattr__ __contains__ forward
     set_epoch'''.split())
 
 def _function_in(x):
@@ -71,7 +73,7 @@ def codes_in(code):
 def filled_by_reading(kind):
     "Names of attributes that objects of a class write while they are read"
     functions = functions_of(kind)
-    near,seen,found = [name for name in _READ if name in functions],set(),set()
+    near,seen,found = [name for name in READS if name in functions],set(),set()
     while near:
         name = near.pop()
         if name in seen: continue

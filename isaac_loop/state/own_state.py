@@ -311,7 +311,7 @@ def take(self:OwnState,
     self.told.update(unkept)
     met = {o: keeper.met[o] for o in unkept if o in keeper.met}
     if met: warn_of_met(met)
-    running = [(name, k) for name,k in unkept if is_iterator(owners[name][1][k])]
+    running = [(name, k) for name,k in unkept if is_iterator(owners[name][1][k]) and not is_part(name)]
     if running: warn_of_iterators(running)
     unkept = [o for o in unkept if o not in met and o not in running]
     if unkept: warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))

@@ -461,6 +461,8 @@ class MeetsCB:
 
 
 class Caching(Rows):
+    stateless = "cache"  # A run that goes on fills it anew
+
     def __init__(self):
         super().__init__()
         self.cache = []
@@ -924,7 +926,7 @@ def own_generator(seed):
 
 
 LOADERS = {
-    "dataset": (lambda: torch.utils.data.DataLoader(Noisy(), 4, shuffle=True), "`dataset.numpy`"),
+    "dataset": (lambda: torch.utils.data.DataLoader(Noisy(), 4, shuffle=True), ""),
     "sampler": (lambda: torch.utils.data.DataLoader(Rows(), 4, sampler=OwnSampler()), "`sampler.rng`"),
     "loader": (OwnLoader, "`rng` of `dls.train`"),
     "workers": (lambda: exact_loader(Noisy(), 4, in_memory=False, num_workers=1), "`dataset.numpy`"),
@@ -935,11 +937,11 @@ LOADERS = {
     "exact": (lambda: exact_loader(Noisy(), 4, in_memory=False), ""),
     "transform": (
         lambda: torch.utils.data.DataLoader(Jittered(), 4, shuffle=True),
-        "`dataset.tfms['noise'][0].rng`",
+        "",
     ),
     "batches": (
         lambda: torch.utils.data.DataLoader(Rows(), 4, collate_fn=jittered_batches()),
-        "`collate_fn.rng`",
+        "",
     ),
     "batch sampler": (
         lambda: torch.utils.data.DataLoader(
@@ -970,10 +972,22 @@ def test_generators_that_nobody_saves_are_named_when_a_run_goes_on_between_two_e
     assert [words in o for o in said] == [True] * bool(words)
 
 
-def test_a_generator_of_the_validation_data_that_nobody_saves_is_named(tmp_path):
-    trainers = [make([], tmp_path, every="epoch") for _ in range(2)]
-    for trainer in trainers:
-        trainer.dls.valid = torch.utils.data.DataLoader(Jittered(), 4)
-    trainers[0].fit(1, lr=0.01)
-    with pytest.warns(UserWarning, match=re.escape("`dataset.tfms['noise'][0].rng` of `dls.valid`")):
-        trainers[1].fit(2, lr=0.01)
+def ended(folder, kind, *n_epochs):
+    "Weights and numbers of fits in one folder, each by a script of its own, that train and validate"
+    for i, n in enumerate(n_epochs):
+        trainer = make([], folder, every="epoch")
+        trainer.dls = DataLoaders(LOADERS[kind][0](), torch.utils.data.DataLoader(Jittered(), 4))
+        set_seed(3 + i)
+        trainer.fit(n, lr=0.01)
+    rows = [{k: v for k, v in row.items() if k != "elapsed"} for row in trainer.history]
+    return [p.tolist() for p in trainer.model.parameters()], rows
+
+
+@pytest.mark.parametrize("kind", ["dataset", "transform", "batches"])
+def test_generators_of_rows_that_are_read_here_go_on_exactly_also_those_of_the_validation_data(
+    tmp_path, kind
+):
+    whole = ended(tmp_path / "whole", kind, 2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*draw random numbers that are not saved")
+        assert ended(tmp_path / "parts", kind, 1, 2) == whole

@@ -41,7 +41,14 @@ class TensorCB(ViewCB):
         self.tensor = torch.from_numpy(self.all)
 
 
-@pytest.mark.parametrize("kind", [ViewCB, FirstCB, TensorCB])
+class SetsCB(ViewCB):
+    "Before it is read, in each batch"
+
+    def before_batch(self, trainer):
+        self.some = self.all[trainer.batch_num :][:1]
+
+
+@pytest.mark.parametrize("kind", [ViewCB, FirstCB, TensorCB, SetsCB])
 def test_a_view_goes_on_with_its_array_without_a_word(kind, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -52,7 +59,8 @@ def test_a_view_goes_on_with_its_array_without_a_word(kind, tmp_path):
 
 class MovesCB(ViewCB):
     def before_batch(self, trainer):
-        self.some = self.all[trainer.batch_num :][:1]
+        if trainer.batch_num % 2:
+            self.some = self.all[trainer.batch_num :][:1]
 
 
 class OverlapCB(ViewCB):

@@ -22,6 +22,7 @@ from isaac_loop.checkpoints.checkpoint import CheckpointCB
 from isaac_loop.data.dataloaders import DataLoaders
 from isaac_loop.data.exact_loaders import exact_loader
 from isaac_loop.loop.trainer import Trainer
+from isaac_loop.state.changed_data import look_at
 from isaac_loop.train.training import BasicTrainCB
 from runs import Cut, CutCB, fit
 
@@ -332,3 +333,114 @@ def test_large_data_are_looked_at_in_part(tmp_path):
 
     told = saved(trainer_of(plain(LargeData()), FillCB()), tmp_path)
     assert "dataset.array`, `dls.train.dataset.list`" in told[0]
+
+
+KINDS = {
+    "list": lambda: [0, 1, 2],
+    "tuple": lambda: (0, 1, 2),
+    "dict": lambda: {0: 0},
+    "set": lambda: {1},
+    "array": lambda: np.arange(3),
+    "tensor": lambda: torch.arange(3),
+    "bytes": lambda: bytearray(b"abc"),
+    "number": lambda: 3,
+}
+
+
+@pytest.mark.parametrize("now", KINDS)
+@pytest.mark.parametrize("was", KINDS)
+def test_values_of_other_kinds_can_be_compared(was, now):
+    assert (look_at(KINDS[was]()) == look_at(KINDS[now]())) == (was == now and was != "tensor")
+
+
+def in_batches(change):
+    class ChangesCB:
+        def after_batch(self, trainer):
+            change(trainer)
+
+    return ChangesCB()
+
+
+def set_array(trainer):
+    trainer.dls.train.dataset.indices = np.arange(12)
+
+
+def test_indices_that_become_an_array_are_named(tmp_path):
+    trainer = trainer_of(DataLoader(Subset(RowData(), list(range(12))), 4), in_batches(set_array))
+    (said,) = saved(trainer, tmp_path)
+    assert said.startswith("`dls.train.dataset.indices` changed")
+
+
+class UncountedList(list):
+    def __len__(self):
+        raise RuntimeError("not counted")
+
+
+def test_what_does_not_let_itself_be_counted_trains(tmp_path):
+    data = RowData()
+    data.odd = UncountedList([1])
+    assert saved(trainer_of(DataLoader(data, 4)), tmp_path) == []
+
+
+class KeptRows:
+    "A cache of its own class"
+
+    def __init__(self):
+        self.rows = {}
+
+    def fetch(self, i, make):
+        if i not in self.rows:
+            self.rows[i] = make(i)
+        return self.rows[i]
+
+
+def put_into(rows, i, x):
+    rows[i] = x
+
+
+class OddlyCachingData(RowData):
+    "Some rows are kept, in ways that nobody sees in the method that reads a row"
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.alias, self.by_function = KeptRows(), {}, {}
+
+    def __getitem__(self, i):
+        row = super().__getitem__(i)
+        if i < 12:
+            return row
+        rows = self.alias
+        rows[i] = row
+        put_into(self.by_function, i, row)
+        setattr(self, f"shard{i % 3}", row)
+        return self.kept.fetch(i, super().__getitem__)
+
+
+def test_caches_that_nobody_names_but_the_data_are_no_alarm(tmp_path):
+    data = OddlyCachingData()
+    assert saved(trainer_of(DataLoader(data, 4)), tmp_path) == []
+    assert len(data.kept.rows) == len(data.alias) == 12
+
+
+LABELS = []
+
+
+def relabel_listed(i):
+    LABELS[i] = 5.0
+
+
+def test_who_writes_by_a_name_of_the_script_is_seen(tmp_path):
+    LABELS[:] = Y.flatten().tolist()
+    data = RowData(lambda y: LABELS)
+    (said,) = saved(trainer_of(DataLoader(data, 4), in_batches(lambda trainer: relabel_listed(0))), tmp_path)
+    assert "`dls.train.dataset.y` changed" in said
+
+
+def test_an_attribute_that_is_set_and_then_read_comes_again(tmp_path):
+    def before_epoch(trainer):
+        data = trainer.dls.train.dataset
+        data.indices = list(range(4 * (trainer.epoch + 1)))
+        assert len(data.indices) == 4 * (trainer.epoch + 1)
+
+    trainer = trainer_of(DataLoader(Subset(RowData(), list(range(4))), 4), before_epoch)
+    assert saved(trainer, tmp_path) == []
