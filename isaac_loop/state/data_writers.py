@@ -43,7 +43,7 @@ class DataWriters:
         self.names = {name for code in codes for name in code.co_names}
         self.names |= {x for code in codes for x in code.co_consts if type(x) is str}
         around = [x for f in functions for _,x in carried_by(f)]
-        around += [f.__globals__[o] for f in functions for o in f.__code__.co_names if o in f.__globals__]
+        around += [f.__globals__.get(name) for f in functions for name in f.__code__.co_names]
         self.around = set(map(id, around))
         kinds = {type(x) for x,_ in found.values()}
         self.methods = {name for kind in kinds for name in functions_of(kind) if name not in READS}

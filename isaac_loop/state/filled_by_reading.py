@@ -33,7 +33,8 @@ def _stores_entry(steps, i):
 def written_in(code):
     "Names of attributes that code sets or fills, and of those that it loads before it sets them"
     steps = list(dis.get_instructions(code))
-    filled,put,loaded,carried = set(),set(),set(),set()
+    filled,put = set(),set()
+    loaded,carried = set(),set()
     for i,step in enumerate(steps):
         if step.opname in ('STORE_ATTR', 'DELETE_ATTR'):
             put.add(step.argval)
