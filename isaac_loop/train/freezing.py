@@ -146,9 +146,14 @@ class FreezeCB:
 
     def _now(self, model, epoch):
         "The parameters that are frozen in `epoch`, by name"
-        found,who = {},type(self).__name__
+        found = {}
         for part,start,until in self.ranges:
-            if start <= epoch and (until is None or epoch < until): found |= _parameters_of(model, part, who)
+            if start <= epoch and (until is None or epoch < until): found |= self._of_part(model, part)
+        return found
+
+    def _of_part(self, model, part):
+        "The parameters that are frozen with one part, by name"
+        found = _parameters_of(model, part, type(self).__name__)
         free = {} if self.batch_norms else _norm_parameters(model)
         return {name: p for name,p in found.items() if name not in free}
 

@@ -145,6 +145,7 @@ MORE = {
     "warm-up": lambda: [WarmupSchedulerCB(warmup=2)],
     "steps": lambda: [StepSchedulerCB(1)],
     "frozen": lambda: [FreezeCB("0", until=1)],
+    "frozen one after the other": lambda: [FreezeCB({"1": 1, "0.2": 2})],
     "limit": lambda: [LimitCB(7), accuracy()],
     "values clipped": lambda: [ClipGradCB(max_value=0.01)],
     "watchers": lambda: [accuracy(), ProgressCB("plain"), GradientStatsCB()],

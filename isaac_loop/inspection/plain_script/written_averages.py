@@ -111,8 +111,8 @@ class Freeze(Lines):
     def before_epoch(self):
         cb,frozen = self.cb,self.name('frozen')
         text = f'{frozen} = []\n'
-        for _,start,until in cb.ranges:
-            names = tuple(cb._now(self.w.trainer.model, start))
+        for part,start,until in cb.ranges:
+            names = tuple(cb._of_part(self.w.trainer.model, part))
             conditions = [f'epoch >= {start}']*bool(start) + [f'epoch < {until}']*(until is not None)
             wanted = f'name in {names!r} and p.requires_grad'
             found = f'{frozen} += [p for name, p in model.named_parameters() if {wanted}]\n'

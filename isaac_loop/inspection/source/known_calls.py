@@ -56,7 +56,11 @@ ANEW = {'plain', 'deepcopy'}
 COPIES = {'list', 'tuple', 'dict', 'set', 'zip', 'enumerate', 'reversed', 'sorted', 'filter', 'map', 'islice',
           'fromkeys'}
 LOOKING = {'isaac_loop.data.fingerprint', 'isaac_loop.checkpoints.standing', 'isaac_loop.state.change_marks',
-           'isaac_loop.basics.tensors.n_examples', 'isaac_loop.metrics.metric_state.Noted._marks_of'}
+           'isaac_loop.basics.output.say', 'isaac_loop.basics.tables.shown_row',
+           'isaac_loop.basics.tensors.n_examples', 'isaac_loop.loop.pass_numbers.PassNumbers.batches',
+           'isaac_loop.loop.pass_numbers._and_one', 'isaac_loop.metrics.any_metric.add_columns',
+           'isaac_loop.metrics.losses.are_sums', 'isaac_loop.metrics.losses.mean_loss',
+           'isaac_loop.metrics.metric_state.Noted._marks_of', 'isaac_loop.metrics.metric_state.Noted.reset'}
 
 def only_looks(f):
     "Whether a function only looks at what it is given: one in `LOOKING`, or of a module there"
