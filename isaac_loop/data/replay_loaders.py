@@ -203,7 +203,8 @@ def load_state_dict(self:ReplayLoader,
     known = self._place_known()
     known.goes_on = known.goes_on or state.get('goes_on')
     known.has_begun_anew = known.has_begun_anew or state.get('has_begun_anew', False)
-    if state.get('left') and known.is_undecided(): warn(_PERHAPS_ON)
+    if not (state.get('left') and known.is_undecided()): return
+    if not _are_equal(self.loader.dataset.state_dict(), {}): warn(_PERHAPS_ON) # Else nothing is remembered
 
 _PERHAPS_ON = ('A pass over a stream was left before its end, and the run was saved before another one had '
                'shown whether it begins anew or goes on from there. It begins anew. If the stream is one '

@@ -181,8 +181,9 @@ def _plain(value):
 # %% ../../nbs/inspection/19_comparison.ipynb #234e0351
 _SAME = ('Nothing of this differs: classes of trainer, model and loaders, settings of layers, loss, '
          'optimizer, trainer and callbacks, their methods, swaps, how a batch is taken apart, what is '
-         'frozen, orders, who stands at which event and who writes what. Not compared are values of '
-         'weights, data, and what a `forward` does.')
+         'frozen, orders, who stands at which event and who writes what, and of two that have trained the '
+         'rate and the epochs of the last fit. Not compared are values of weights, data, and what a '
+         '`forward` does.')
 
 class Comparison:
     "What differs between two trainers: text when printed, a table in a notebook"
@@ -214,5 +215,12 @@ def compare(
     "What differs between two trainers: parts, callbacks, settings, orders, and who writes what"
     for value in (a, b):
         if not hasattr(value, 'plan'): raise TypeError(_NO_TRAINER.format(value=value))
-    both = zip((a, b), _of_models(a.model, b.model), _of_classes(a, b))
-    return Comparison(*(_parts(o) | of_model | of_classes | _doings(o) for o,of_model,of_classes in both))
+    both = zip((a, b), _of_fits(a, b), _of_models(a.model, b.model), _of_classes(a, b))
+    return Comparison(*(_parts(o) | fit | model | classes | _doings(o) for o,fit,model,classes in both))
+
+def _of_fits(a, b):
+    "What the last fit of each was given, where both have trained; a rate counts if it made an optimizer"
+    if not all({'n_epochs', 'lr'} <= vars(o).keys() for o in (a, b)): return {},{}
+    has_rate = all(o.opt_func is not None for o in (a, b))
+    names = ['n_epochs'] + ['lr']*has_rate
+    return [{f'last fit, {name}': _in_words(vars(o)[name]) for name in names} for o in (a, b)]

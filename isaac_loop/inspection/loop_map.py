@@ -28,6 +28,20 @@ def _road(entries, attribute):
         return does | ({'if': entry.condition(attribute)} if says else {}) | dict(where=entry.where)
     return [row(entry) for entry in entries]
 
+# %% ../../nbs/inspection/13_loop_map.ipynb #c7a2adc0
+_FEW = 4
+_AT_PLACES = '`{name}` at {n} places, which `trainer.map().unclear` lists'
+
+def in_words(
+    texts, # Each begins with a callback and its event
+)->str:
+    "What could not be followed, in a line"
+    of,found = {},[]
+    for text in texts: of.setdefault(text.strip('`').partition('.')[0], []).append(text)
+    for name,own in of.items():
+        found += own if len(own) <= _FEW else [_AT_PLACES.format(name=name, n=len(own))]
+    return '; '.join(found)
+
 # %% ../../nbs/inspection/13_loop_map.ipynb #108dbc5f
 _UNKNOWN = ('Nobody reads or writes `trainer.{name}` here.{hint} `trainer.map()` shows what is touched, and '
             '`state_table()` says what there is.')
@@ -52,7 +66,7 @@ class LoopMap:
         others = {*known, *STATE} - {attribute} # It may be known, and nobody be there who touches it
         hint = '' if attribute in STATE else did_you_mean(attribute, others)
         if not self.unclear: raise LookupError(_UNKNOWN.format(name=attribute, hint=hint))
-        told = dict(unclear='; '.join(self.unclear), how=_WATCH.format(name=attribute)*(observed is None))
+        told = dict(unclear=in_words(self.unclear), how=_WATCH.format(name=attribute)*(observed is None))
         raise LookupError(_UNSURE.format(name=attribute, hint=hint, **told))
 
     @property
@@ -87,7 +101,7 @@ _SEEN = 'Seen in one batch of each pass beyond what the source tells, and added 
 def _doubts(self:LoopMap):
     "Lines about what could not be followed, and what was seen"
     lines = [*self.said] + ([_PARENTHESES] if self._has_conditions() else [])
-    if self.unclear: lines.append(_NO_SOURCE.format('; '.join(self.unclear)))
+    if self.unclear: lines.append(_NO_SOURCE.format(in_words(self.unclear)))
     if self.observed is not None: lines.append(_SEEN.format('; '.join(self.observed) or 'nothing'))
     return lines
 
@@ -231,7 +245,7 @@ _MAYBE = ('Whether somebody {does} `trainer.{name}` here cannot be known, since 
 def _unclear(map, kinds):
     "What of the doubts of a map may be of these kinds, in a line"
     other = '` sets ' if kinds == ('reads',) else '` reads '
-    return '; '.join(text for text in map.unclear if other not in text)
+    return in_words([text for text in map.unclear if other not in text])
 
 def _who(trainer, attribute, kinds):
     "Entries that touch an attribute in one of these ways, as a table"

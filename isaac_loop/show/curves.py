@@ -55,9 +55,9 @@ def _cure_of(rows, entries):
     "How to get rows from what was given"
     if isinstance(getattr(rows, 'history', None), History): return _HISTORY
     if hasattr(rows, 'to_dict'): return _TABLE
-    if hasattr(rows, 'items'): return _ONE_ROW
-    are_histories = entries and all(isinstance(o, (History, list)) for o in entries)
-    return _FIRST_ONE if are_histories else _READ_IT
+    several = [*rows.values()] if isinstance(rows, dict) else entries
+    if several and all(isinstance(o, (History, list)) for o in several): return _FIRST_ONE
+    return _ONE_ROW if hasattr(rows, 'items') else _READ_IT
 
 def _of_fit(rows, fit):
     "The rows of one fit, or all"

@@ -192,6 +192,25 @@ def test_a_stream_that_may_go_on_or_not_is_named_at_the_end_of_its_first_pass(st
         run(exact_loader(stream(), 8), tmp_path, None, [NBatchCB(4)], "epoch")
 
 
+class Tireless(IterableDataset):
+    "Draws its rows, and says that there is nothing to remember"
+
+    def __iter__(self):
+        while True:
+            yield torch.randn(6), torch.randint(2, ())
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_stream_that_has_nothing_to_remember_is_not_named(tmp_path):
+    make = lambda: exact_loader(Tireless(), 8, seed=1)
+    assert goes_on(make, tmp_path, [NBatchCB(4)], cuts=[2, 5], every="epoch") == []
+
+
 @pytest.mark.parametrize("stream", [On, Anew])
 def test_after_two_passes_it_is_known(stream, tmp_path):
     make = lambda: exact_loader(stream(), 8)

@@ -159,6 +159,14 @@ def test_an_empty_history_and_one_without_numbers_are_clear_errors():
         History().plot_batches()
 
 
+def test_histories_by_name_are_drawn_one_after_the_other():
+    rows = [dict(fit=0, epoch=0, train_loss=1.0)]
+    with pytest.raises(TypeError, match="plot_history.b, axes=axes"):
+        plot_history({"a": rows, "b": rows})
+    with pytest.raises(TypeError, match=r"plot_history.\[row\]"):
+        plot_history(rows[0])
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
