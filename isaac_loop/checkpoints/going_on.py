@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import short_path, warn
 from ..basics.output import say
+from ..basics.packages import is_ours
 from .counted_fits import belongs_to, why_over
 from .no_effect import warn_of_nothing_trained, warn_of_rates
 from .which_run import explain_fresh, left_before
@@ -80,9 +81,7 @@ def new_holders(
     came = (state.get('comings') or {}).get('came', ())
     known = {*script['callbacks'], *state.get('own', ()), *state.get('callbacks', ()), *came}
     new = [cb for cb in trainer.callbacks if callback_name(cb) in names.keys() - known]
-    return [f'`{callback_name(cb)}` is new' for cb in new if not _is_ours(cb) and _holds(cb)]
-
-def _is_ours(cb): return type(cb).__module__.startswith('isaac_loop.')
+    return [f'`{callback_name(cb)}` is new' for cb in new if not is_ours(type(cb)) and _holds(cb)]
 
 def _holds(cb):
     "Whether a callback has an attribute that may be state"

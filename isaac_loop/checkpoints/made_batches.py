@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from ..basics.checks import warn
+from ..basics.packages import is_ours
 from .standing import _of_drawn, kept_in, Standing, stands_alike
 from ..data.fingerprint import alike, leaves_of
 from ..data.generators import data_generators
@@ -29,13 +30,11 @@ def makers_of(
     trainer, # In a fit
 )->list: # Callbacks; for methods of the trainer's own class what stands for it in the plan
     "Whoever of the user's own answers `before_epoch` of a training pass"
-    return [cb for cb,_ in trainer.plan.entries[True]['before_epoch'] if not _is_ours(_answer_of(cb))]
+    return [cb for cb,_ in trainer.plan.entries[True]['before_epoch'] if not is_ours(_answer_of(cb))]
 
 def _answer_of(owner):
     "The method that answers `before_epoch`, or what a class does not answer by a method"
     return getattr(getattr(owner, 'trainer_class', type(owner)), 'before_epoch', owner)
-
-def _is_ours(x): return (getattr(x, '__module__', None) or '').partition('.')[0] == 'isaac_loop'
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #372570ea
 def take_before(

@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from itertools import zip_longest
-from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 
 import torch
 from fastcore.basics import patch
 
+from ..basics.cells import cells_of
+from ..basics.packages import is_ours, package_of
 from ..data.fingerprint import _exact, alike, leaves_of
 from ..data.random_generators import drawn_from
 from ..data.exact_loaders import ExactLoader
@@ -89,7 +91,7 @@ class Standing:
         elif isinstance(x, (FunctionType, MethodType, partial)):
             for part in _carried(x): self._value(part, depth+1)
         elif isinstance(x, Resumable): self._value(x.state_dict(), depth+1)
-        elif not is_outside(x) and _package(type(x)) != 'isaac_loop': self._object(x, depth)
+        elif not is_outside(x) and not is_ours(type(x)): self._object(x, depth)
 
 def _is_copied(x): return is_iterator(x) or isinstance(x, (*CONTAINERS, torch.Tensor)) or type(x) in SIMPLE
 
@@ -97,16 +99,13 @@ def _of_drawn(state):
     "A short text for the state of a generator of random numbers"
     return _exact('drawn', repr(state.tolist() if torch.is_tensor(state) else state).encode())
 
-def _package(kind): return str(kind.__module__).partition('.')[0]
-
 # %% ../../nbs/checkpoints/13_standing.ipynb #e11ab99f
 def _carried(x):
     "What a function has from around it, or whose method it is"
     if isinstance(x, MethodType): return [x.__self__]
     if isinstance(x, partial): return [x.func, *x.args, *x.keywords.values()]
-    if (x.__module__ or '').partition('.')[0] in _BARS: return []
-    cells = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]
-    return [*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+    if package_of(x) in _BARS: return []
+    return [*cells_of(x).values(), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
 
 # %% ../../nbs/checkpoints/13_standing.ipynb #6059e99b
 @patch

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from ..basics.checks import warn
+from ..basics.cells import cells_of
 from .generators import data_generators
 from .random_generators import generators_kept
 from .sampling import seeded_with
@@ -274,13 +275,7 @@ def values_around(
     f, # A function
 )->list: # Pairs
     "Names and values that a function has as defaults or from around it"
-    return [*_default_values(f), *_around(f)]
-
-def _around(f):
-    "Names and values that a function has from around it"
-    for name,cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-        try: yield name,cell.cell_contents
-        except ValueError: pass # Not set yet
+    return [*_default_values(f), *cells_of(f).items()]
 
 def _settings(found):
     "Plain settings as text; a short tensor is one too"

@@ -14,11 +14,12 @@ from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 
 from torch import nn
 
+from ..basics.cells import cells_of
 from ..basics.tensors import OF_MODULES
 from .generators import found_from, roots_in
 from .ways import ENTRIES, HELD, KNOWN, are_ends, entries_of, is_end
-from .ways import is_filled, is_told_by_attributes, is_users_module, names_in, namespaces_of
-from .ways import package_of, ways_from
+from .ways import is_told_by_attributes, is_users_module, names_in, namespaces_of
+from .ways import written_in, ways_from
 
 # %% ../../nbs/data/56_generator_search.ipynb #9364cf3e
 def _held_by(x):
@@ -71,7 +72,7 @@ def _in_function(f):
     held = list(map(f.__globals__.get, names))
     modules = compress(held, map(_is_module, map(type, held)))
     if imports or any(map(is_users_module, modules)): return _in_others(f)
-    if f.__closure__: held += [cell.cell_contents for cell in f.__closure__ if is_filled(cell)]
+    if f.__closure__: held += cells_of(f).values()
     if f.__defaults__: held += f.__defaults__
     if f.__kwdefaults__: held += f.__kwdefaults__.values()
     held += vars(f).values()
@@ -136,7 +137,7 @@ def _failed(): "Stands for what an object holds that fails when it is asked"
 def _is_fixed(x):
     "Whether `x` always leads to the same"
     if issubclass(type(x), type): return not namespaces_of(x)[0]
-    is_known = type(x) is FunctionType and package_of(x) in KNOWN
+    is_known = type(x) is FunctionType and written_in(x) in KNOWN
     return is_known or type(x) in (tuple, frozenset, MethodType, BuiltinMethodType)
 
 def _not_fixed(met):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .random_generators import are_generators
 from .resumable_loaders import Resumable
-from .ways import CODE, HELD, LIBRARIES, MANY, is_end, package_of, ways_from
+from .ways import CODE, HELD, LIBRARIES, MANY, is_end, written_in, ways_from
 from ..loop.fitting import private_state
 
 # %% ../../nbs/data/55_generators.ipynb #f47be6b5
@@ -78,7 +78,7 @@ def _roots_of(dl, parts=PARTS):
 
 def _own_class_of(dl):
     "A loader of a user's own class, which may draw from what its attributes and methods lead to"
-    return [] if package_of(type(dl)) in LIBRARIES else [('', dl), ('', type(dl))]
+    return [] if written_in(type(dl)) in LIBRARIES else [('', dl), ('', type(dl))]
 
 def _part_of(dl, name):
     try: return getattr(dl, name, None)

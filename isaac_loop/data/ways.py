@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 
+from ..basics.cells import cells_of
 from ..basics.tensors import OF_MODULES
 from .random_generators import are_generators, is_generator
 from .resumable_loaders import Resumable
@@ -36,12 +37,12 @@ def is_end(
 )->bool:
     "Whether objects of a class lead nowhere"
     if kind is ReferenceType or issubclass(kind, _ENDS): return True
-    if package_of(kind) not in LIBRARIES or _is_hugging_face(kind) or _is_vectorized(kind): return False
+    if written_in(kind) not in LIBRARIES or _is_hugging_face(kind) or _is_vectorized(kind): return False
     return not (issubclass(kind, _GO_ON) or are_generators(kind))
 
 KNOWN = LIBRARIES | sys.stdlib_module_names # Nothing in their code draws from a generator of a user
 
-def package_of(
+def written_in(
     x, # A class or a function
 )->str:
     "The package in which it was written: `wraps` gives a function the `__module__` of another one"
@@ -83,7 +84,7 @@ def namespaces_of(
     kind:type, # Any class
 )->tuple: # A list of each
     "The namespaces of a class and its bases that a user has written, and the slots of its objects"
-    own = [vars(c) for c in kind.__mro__ if package_of(c) not in KNOWN]
+    own = [vars(c) for c in kind.__mro__ if written_in(c) not in KNOWN]
     return own,[part for held in own for part in held.values() if isinstance(part, MemberDescriptorType)]
 
 def _parts_of_class(kind):
@@ -125,27 +126,19 @@ def _of_slots(x, slots):
 # %% ../../nbs/data/53_ways.ipynb #b4c70fc4
 def _of_function(f):
     "What the surrounding names, default values, attributes, and names of the module hold for a function"
-    if package_of(f) in KNOWN: return [(how, o) for how,o in _surrounded(f) if not is_end(type(o))]
+    if written_in(f) in KNOWN: return [(how, o) for how,o in _surrounded(f) if not is_end(type(o))]
     found = _closed_over(f)
     values = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
     found += [(f'({i})', o) for i,o in enumerate(values)] + [(f'.{k}', o) for k,o in vars(f).items()]
     return [(how, o) for how,o in [*found, *_of_script(f)] if not is_end(type(o))]
 
 def _closed_over(f):
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    return [(f'.{name}', cell.cell_contents) for name,cell in cells if is_filled(cell)]
+    return [(f'.{name}', x) for name,x in cells_of(f).items()]
 
 def _surrounded(f):
     "What a library's function was made around"
     inner = vars(f).get('__wrapped__')
     return _closed_over(f) if inner is None else [*_closed_over(f), ('', inner)]
-
-def is_filled(
-    cell, # Of a function
-)->bool:
-    "Whether the name that a cell stands for has a value by now"
-    try: return cell.cell_contents is not None
-    except ValueError: return False
 
 def _of_script(f):
     names,further,imports = names_in(f.__code__)

@@ -13,6 +13,7 @@ from types import CodeType, FunctionType, MethodType
 
 import torch
 
+from ..basics.packages import package_of
 from ..basics.tables import Table
 from ..data.fingerprint import described, values_around
 from .map_entries import all_entries
@@ -34,11 +35,11 @@ def _in_words(value):
     return described(value) if callable(value) else type(value).__name__
 
 # %% ../../nbs/inspection/19_comparison.ipynb #a49be6ea
-_KNOWN = Table.__module__.partition('.')[0],'torch','builtins'
+_KNOWN = 'isaac_loop','torch','builtins'
 
 def _is_known(x):
     "Whether a class or a function comes from a library, where there is only one of its name"
-    return (x.__module__ or '').partition('.')[0] in _KNOWN
+    return package_of(x) in _KNOWN
 
 def _function_in_words(f):
     "A function with its settings, and a number for its body"

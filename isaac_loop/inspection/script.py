@@ -11,7 +11,7 @@ from types import FunctionType
 
 from fastcore.basics import patch
 
-from ..data.ways import package_of
+from ..data.ways import written_in
 from .plain_script import written_loop # noqa: F401 - It knows how the parts are written
 from .plain_script.known_callbacks import reason_to_leave_out
 from .plain_script.plain_lines import Leave, joined, lines, only_target, within
@@ -218,7 +218,7 @@ def _once_unpacked(block, w):
 
 def address_of_torch(f):
     "Whether a loss is PyTorch's own, and holds no weights of the model"
-    if isinstance(f, FunctionType): return package_of(f) == 'torch' # Also under the name of another
+    if isinstance(f, FunctionType): return written_in(f) == 'torch' # Also under the name of another
     return (getattr(f, '__module__', None) or getattr(type(f), '__module__', '')).startswith('torch.')
 
 # %% ../../nbs/inspection/89_script.ipynb #5d27bed8

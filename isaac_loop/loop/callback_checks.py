@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import FunctionType, MethodType
 
 from ..basics.checks import check_flag, did_you_mean, warn
+from ..basics.packages import is_ours
 from ..basics.old_names import EVENT_NAMES, FLAGS, FOREIGN_EVENTS, called_here
 from .events import EVENTS, ROW_EVENTS, STEPS, FOREIGN, callback_name, function_name
 from .events import handler_of, is_replacing, members
@@ -178,7 +179,7 @@ def kind_of(
 @lru_cache(maxsize=256)
 def _says_all(cls, events):
     "Whether `cls` is of this library, and says alone what its objects answer"
-    if cls.__module__.partition('.')[0] != 'isaac_loop': return False
+    if not is_ours(cls): return False
     looks = [vars(c)['__getattr__'] for c in cls.__mro__ if '__getattr__' in vars(c)]
     told_by_objects = [event for event in events if isinstance(getattr(cls, event, None), property)]
     return not told_by_objects and all(getattr(look, 'only_tells', False) for look in looks)

@@ -20,6 +20,7 @@ from .events import EVENTS
 from .optimizer import cut_in_update, ready_optimizer
 from .passes import Batches, forget, n_batches
 from .plan_checks import warn_of_findings
+from .shared_attributes import STATE
 
 # %% ../../nbs/loop/29_fitting.ipynb #e0e1e2e5
 def private_state()->dict: # Attributes of a new trainer, by name
@@ -54,6 +55,8 @@ def private_state()->dict: # Attributes of a new trainer, by name
         _own_state=None, # What has changed in callbacks that do not tell, since the fit began
         _black_box=None, # The callback that has kept the last batches, for `replay`
     )
+
+OF_LOOP = frozenset([*STATE, *private_state(), 'plan', '_preds_at']) # The last is of `epoch_preds`
 
 # %% ../../nbs/loop/29_fitting.ipynb #6ee702e9
 _MOST = 32

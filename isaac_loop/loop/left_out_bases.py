@@ -11,6 +11,9 @@ from functools import lru_cache
 from itertools import chain
 from types import CodeType, FunctionType
 
+from ..basics.cells import cells_of
+from ..basics.packages import is_ours
+
 # %% ../../nbs/loop/35_left_out_bases.ipynb #a95a55f5
 def _codes(code):
     "`code` and that of the functions inside it"
@@ -25,14 +28,7 @@ def _words(f):
 
 def _held(f):
     "Functions that a function has in its closure, as a decorated one has the original"
-    cells = [cell for cell in f.__closure__ or () if cell != type(cell)()] # An empty one cannot be asked
-    return [o for o in (cell.cell_contents for cell in cells) if isinstance(o, FunctionType)]
-
-def is_ours(
-    kind:type, # Any class
-)->bool:
-    "Whether a class comes with this library"
-    return kind.__module__.partition('.')[0] == 'isaac_loop'
+    return [o for o in cells_of(f).values() if isinstance(o, FunctionType)]
 
 def reached(
     kind:type, # A class

@@ -7,9 +7,10 @@ __all__ = []
 
 # %% ../../nbs/loop/36_plan_checks.ipynb #2ee6055f
 from ..basics.checks import warn
+from ..basics.packages import is_ours
 from .events import Order, STEPS, callback_name
 from .handlers import order_of
-from .left_out_bases import is_ours, left_out
+from .left_out_bases import left_out
 
 # %% ../../nbs/loop/36_plan_checks.ipynb #931ae9e7
 class Finding:

@@ -13,6 +13,7 @@ import torch
 
 from .any_metric import MeanOf, MetricOn
 from .metric_state import Noted, load_metric, metric_state
+from ..basics.packages import package_of
 from ..state.errors import UnsaveableState
 from ..state.plain_state import from_plain, plain
 
@@ -23,7 +24,7 @@ _NO_MERGE = ('The metric `{name}` is a {kind}, and nobody knows how to put toget
              'predictions and targets.')
 
 def _is_of_torchmetrics(m):
-    return any(c.__module__.partition('.')[0] == 'torchmetrics' for c in type(m).__mro__)
+    return any(package_of(c) == 'torchmetrics' for c in type(m).__mro__)
 
 def check_merges(
     name:str, # Of the metric, for the message

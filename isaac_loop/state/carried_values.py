@@ -8,12 +8,13 @@ __all__ = []
 # %% ../../nbs/state/48_carried_values.ipynb #ff4712b0
 import inspect
 from functools import partial
-from types import CellType, FunctionType, GeneratorType, MethodType
+from types import FunctionType, GeneratorType, MethodType
 
 import torch
 from torch import nn
 
 from ..basics.checks import warn
+from ..basics.cells import cells_of
 from .change_marks import CONTAINERS, SIMPLE, is_iterator, is_installed, is_outside
 from .lost_words import listed, path_of
 from .moments import set_by
@@ -25,11 +26,10 @@ def carried_by(f):
         return [*((str(i), x) for i,x in enumerate(f.args)), *f.keywords.items(), *carried_by(f.func)]
     f = getattr(f, '__func__', f)
     if not isinstance(f, FunctionType) or is_installed(str(f.__module__)): return []
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    around = [(k, o.cell_contents) for k,o in cells if o != CellType()]
     names = f.__code__.co_varnames[:f.__code__.co_argcount]
     given = f.__defaults__ or ()
-    return around + [*zip(names[len(names)-len(given):], given), *(f.__kwdefaults__ or {}).items()]
+    by_place = zip(names[len(names)-len(given):], given)
+    return [*cells_of(f).items(), *by_place, *(f.__kwdefaults__ or {}).items()]
 
 _CALLED = FunctionType,MethodType,partial
 

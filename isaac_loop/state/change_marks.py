@@ -12,7 +12,7 @@ from collections import deque, namedtuple
 from contextlib import suppress
 from functools import lru_cache, partial
 from operator import ne
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from zlib import crc32
 
 import torch
@@ -22,9 +22,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..basics.alike_tensors import are_alike
 from ..basics.bits import bytes_of
+from ..basics.cells import cells_of
 from ..basics.tensors import OF_MODULES
 from ..data.random_generators import drawn_from, is_seeds
-from .mementos import slots_of
+from .mementos import OUTSIDE, slots_of
 
 # %% ../../nbs/state/30_change_marks.ipynb #9e581eea
 class Same:
@@ -54,9 +55,7 @@ def part_of(
     return mark and mark.part(name)
 
 # %% ../../nbs/state/30_change_marks.ipynb #33ef1589
-_OUTSIDE = set('''matplotlib IPython ipykernel ipywidgets tqdm fastprogress rich PIL logging threading _thread
-    multiprocessing concurrent asyncio weakref socket sqlite3 subprocess wandb mlflow tensorboard tensorboardX
-    trackio datasets'''.split())
+_NO_STATE = OUTSIDE | {'fastprogress', 'rich', 'weakref'} # Bars, references; a queue or a table may be state
 _PARTS = ('torch.utils.hooks', 'torch.utils.data', 'torch.utils.tensorboard', 'torch.cuda', 'torch.profiler',
           'torch.autograd', 'torch.distributed', 'isaac_loop.interop') # The last stand for the trainer itself
 _MADE_ANEW = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, io.IOBase, BaseException,
@@ -80,7 +79,7 @@ def _kind_is_outside(kind):
     modules = [str(c.__module__) for c in kind.__mro__]
     is_own = not (is_installed(modules[0]) or issubclass(kind, DataLoader))
     if is_own: modules = [o for o in modules if not o.startswith('torch.utils.data')]
-    if any(o.partition('.')[0] in _OUTSIDE or o.startswith(_PARTS) for o in modules): return True
+    if any(o.partition('.')[0] in _NO_STATE or o.startswith(_PARTS) for o in modules): return True
     return not is_own and (issubclass(kind, Dataset) or hasattr(kind, '__exit__'))
 
 def is_iterator(x): return hasattr(type(x), '__next__')
@@ -114,7 +113,7 @@ def _held(x):
         return [part for part in (x.func, *x.args, *x.keywords.values()) if isinstance(part, kinds)]
     if not isinstance(x, _MADE_ANEW): return []
     held = [getattr(x, '__self__', None)]
-    if isinstance(x, FunctionType): held = [o.cell_contents for o in x.__closure__ or () if o != CellType()]
+    if isinstance(x, FunctionType): held = cells_of(x).values()
     return [part for part in held if isinstance(part, HELD)]
 
 class Code(namedtuple('Code', 'what')):
@@ -123,8 +122,7 @@ class Code(namedtuple('Code', 'what')):
 
 def _function_code(f):
     made = Code(f.__code__)
-    cells = [o.cell_contents for o in f.__closure__ or () if o != CellType()]
-    made.around = repr([o for o in (*cells, *(f.__defaults__ or ())) if type(o) in SIMPLE])
+    made.around = repr([o for o in (*cells_of(f).values(), *(f.__defaults__ or ())) if type(o) in SIMPLE])
     return made
 
 def _code_of(x):

@@ -9,12 +9,13 @@ __all__ = []
 from collections import deque
 from enum import Enum
 from functools import partial
-from types import CellType, FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 
 import torch
 from torch import nn, optim
 from torch.utils.data import Dataset
 
+from ..basics.cells import cells_of
 from .changed_values import tells_state
 from .change_marks import CONTAINERS, SIMPLE, is_installed
 
@@ -84,6 +85,4 @@ def _ways(path, x, given):
 
 def closed_over(f):
     "Callables by the names that a function has for them from around it"
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    filled = [(k, o.cell_contents) for k,o in cells if o != CellType()]
-    return [(k, x) for k,x in filled if issubclass(type(x), _CALLED)]
+    return [(k, x) for k,x in cells_of(f).items() if issubclass(type(x), _CALLED)]

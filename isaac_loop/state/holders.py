@@ -9,12 +9,14 @@ __all__ = []
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 
 import torch
 from torch import optim
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..basics.cells import cells_of
+from ..basics.packages import package_of
 from ..loop.events import callback_name
 from .changed_values import tells_state
 from .change_marks import CONTAINERS, SIMPLE, as_names, attributes_of, is_installed
@@ -38,7 +40,7 @@ def unasked(callback):
 _OTHERS = {'builtins', 'isaac_loop', 'torch', 'torchvision', 'datasets', 'types', 'functools'}
 
 @lru_cache(maxsize=1024)
-def is_own(kind): return str(kind.__module__).partition('.')[0] not in _OTHERS
+def is_own(kind): return package_of(kind) not in _OTHERS
 
 def _of_class(owner):
     "Lists, dicts and sets in the class of a user: whoever adds to one keeps something there"
@@ -91,9 +93,7 @@ def _of_function(path, f):
     n,code = len(f.__defaults__ or ()),f.__code__
     given = dict(zip(code.co_varnames[code.co_argcount-n:code.co_argcount], f.__defaults__ or ()))
     filled = {k: o for k,o in (given | (f.__kwdefaults__ or {})).items() if isinstance(o, _FILLED)}
-    cells = zip(code.co_freevars, f.__closure__ or ())
-    around = {k: o.cell_contents for k,o in cells if o != CellType()}
-    opts = {k: o for k,o in around.items() if isinstance(o, optim.Optimizer)}
+    opts = {k: o for k,o in cells_of(f).items() if isinstance(o, optim.Optimizer)}
     parts = {f'{path}.__defaults__': filled, f'{path}.__closure__': opts}
     return {k: (SimpleNamespace(**values), values) for k,values in parts.items() if values}
 

@@ -22,11 +22,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
 from ..basics.checks import warn
+from ..basics.packages import package_of
 from ..basics.tensors import OF_MODULES, tensors_in
 from ..data.random_generators import is_generator
 from ..data.resumable_loaders import Resumable
-from ..loop.fitting import private_state
-from ..loop.shared_attributes import STATE
+from ..loop.fitting import OF_LOOP
 from ..loop.trainer import Trainer
 from .change_marks import SIMPLE, digest_of_bytes
 from .mementos import is_outside, mementos_of, of_content, own_classes
@@ -40,9 +40,7 @@ def _shape_of(module):
 _parts_of = attrgetter('_parameters', '_modules')
 
 @lru_cache(maxsize=4096)
-def _is_own(kind): return _package(kind) != 'torch'
-
-def _package(x): return str(x.__module__).partition('.')[0]
+def _is_own(kind): return package_of(kind) != 'torch'
 
 def _is_same(own, values): return list(own) == list(values) and all(map(is_, own.values(), values.values()))
 
@@ -167,7 +165,7 @@ _ENDS = str,bytes,int,float,complex,type(None),nn.Parameter,optim.Optimizer,Trai
 def _leads_on(kind):
     "Whether objects of a class may hold what an evaluation could change"
     if issubclass(kind, _ENDS): return issubclass(kind, Resumable)
-    packages = [_package(c) for c in kind.__mro__]
+    packages = [package_of(c) for c in kind.__mro__]
     return issubclass(kind, _OPEN) or not (packages[0] in _OF_OTHERS or 'isaac_loop' in packages)
 
 def _written(kind): return [kind] if own_classes(kind) else []
@@ -294,15 +292,13 @@ def _names_of(written, model):
     return ', '.join(found[:4]) + (f' and {len(found)-4} more tensors' if len(found) > 4 else '')
 
 # %% ../../nbs/state/39_kept_attributes.ipynb #f8f76524
-_OF_LOOP = frozenset([*STATE, *private_state(), 'plan', '_preds_at']) # The last is of `epoch_preds`
-
 def attributes_beside(
     trainer, # Any
 )->list:
     "What a trainer has in attributes that are not the loop's"
     own = vars(trainer)
-    if own.keys() <= _OF_LOOP: return [] # As usual, and fast to see
-    return [x for name,x in own.items() if name not in _OF_LOOP]
+    if own.keys() <= OF_LOOP: return [] # As usual, and fast to see
+    return [x for name,x in own.items() if name not in OF_LOOP]
 
 def _of_loss(loss_func):
     "Where to begin at a loss function"

@@ -9,12 +9,12 @@ __all__ = []
 import torch
 from torch.utils.data import DataLoader
 
+from ..basics.packages import is_ours
 from ..data.fingerprint import Seen
 from ..data.generators import held_loaders_in
 from ..data.resumable_loaders import Resumable
 from ..loop.events import callback_name
-from ..loop.fitting import private_state
-from ..loop.shared_attributes import STATE
+from ..loop.fitting import OF_LOOP
 from .random_numbers import undrawn
 
 # %% ../../nbs/state/55_loader_parts.ipynb #3cd66922
@@ -35,14 +35,12 @@ def reads_loaders(dl):
 
 def _beside(trainer):
     "Loaders, by where they are, that are not the trainer's two"
-    own = [cb for cb in trainer.callbacks if type(cb).__module__.partition('.')[0] != 'isaac_loop']
-    attributes = [(f'trainer.{name}', x) for name,x in vars(trainer).items() if name not in _OF_LOOP]
+    own = [cb for cb in trainer.callbacks if not is_ours(type(cb))]
+    attributes = [(f'trainer.{name}', x) for name,x in vars(trainer).items() if name not in OF_LOOP]
     of_dls = [(f'dls.{name}', x) for name,x in getattr(trainer.dls, '__dict__', {}).items()]
     roots = [*((callback_name(cb), cb) for cb in own), ('dls', trainer.dls), *of_dls, *attributes]
     known = {id(getattr(trainer.dls, name, None)) for name in ('train', 'valid')}
     return {name: o for name,o in held_loaders_in(roots).items() if id(o) not in known}
-
-_OF_LOOP = {*STATE, *private_state(), 'plan'}
 
 def generators(
     trainer, # With loaders

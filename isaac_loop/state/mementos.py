@@ -20,6 +20,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..loop.ranks import Ranks
+from ..basics.packages import package_of
 from ..data.resumable_loaders import Resumable
 from ..data.generators import data_generators
 from ..data.random_generators import drawn_from, set_drawn
@@ -140,9 +141,7 @@ def own_classes(
     kind:type, # Any class
 )->tuple: # Empty for a class of Python, PyTorch or this library
     "A class and its bases, as far as a user has written them"
-    return tuple(c for c in kind.__mro__ if _package(c) not in _LIBRARIES)
-
-def _package(cls): return str(cls.__module__).partition('.')[0]
+    return tuple(c for c in kind.__mro__ if package_of(c) not in _LIBRARIES)
 
 @lru_cache(maxsize=1024)
 def _is_code(kind): return issubclass(kind, type) or hasattr(kind, '__get__')
@@ -206,10 +205,10 @@ def of_attributes(
     return put_back, [*held, *slots.values(), *written]
 
 # %% ../../nbs/state/18_mementos.ipynb #bd827e17
-_OUTSIDE = {'matplotlib', 'IPython', 'ipykernel', 'ipywidgets', 'tqdm', 'logging', 'threading', '_thread',
-            'multiprocessing', 'concurrent', 'asyncio', 'queue', 'socket', 'sqlite3', 'pandas', 'pyarrow',
-            'datasets', 'PIL', 'importlib', 'subprocess', 'wandb', 'mlflow',
-            'tensorboard', 'tensorboardX', 'trackio'}
+OUTSIDE = set('''matplotlib IPython ipykernel ipywidgets tqdm PIL logging threading _thread multiprocessing
+    concurrent asyncio socket sqlite3 subprocess wandb mlflow tensorboard tensorboardX trackio
+    datasets'''.split())
+_NOT_PUT_BACK = OUTSIDE | {'queue', 'importlib', 'pandas', 'pyarrow'} # What was sent, and tables: data
 _PLAIN = {dict, OrderedDict, list, tuple, set, frozenset, deque} # Of just these classes: no attributes
 _SIMPLE = (str, bytes, int, float, complex, type(None))
 
@@ -226,7 +225,7 @@ def is_outside(
 
 @lru_cache(maxsize=1024)
 def _kind_is_outside(kind):
-    return issubclass(kind, _APART) or any(_package(c) in _OUTSIDE for c in kind.__mro__)
+    return issubclass(kind, _APART) or any(package_of(c) in _NOT_PUT_BACK for c in kind.__mro__)
 
 # %% ../../nbs/state/18_mementos.ipynb #16732d2e
 _CONTENTS = {
@@ -248,7 +247,7 @@ def _content_of(kind):
     "What tells the content of objects of a class"
     found = [f for kinds,f in _CONTENTS.items() if issubclass(kind, kinds)]
     if found: return found[0]
-    return _of_numpys if any(_package(c) == 'numpy' for c in kind.__mro__) else lambda x: (_nothing, ())
+    return _of_numpys if any(package_of(c) == 'numpy' for c in kind.__mro__) else lambda x: (_nothing, ())
 
 # %% ../../nbs/state/18_mementos.ipynb #3c95b54d
 def _of_loader(x, is_searched=False):
@@ -289,7 +288,7 @@ def _of_workers(x):
 # %% ../../nbs/state/18_mementos.ipynb #0b9cd1a1
 def _tells_its_place(x):
     "Whether `x` is a stream of the user's own that goes on anywhere by its own state"
-    is_own = isinstance(x, IterableDataset) and _package(type(x)) not in ('torch', 'datasets')
+    is_own = isinstance(x, IterableDataset) and package_of(type(x)) not in ('torch', 'datasets')
     return is_own and hasattr(type(x), 'load_state_dict')
 
 def _of_stream(x):

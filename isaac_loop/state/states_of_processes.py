@@ -12,6 +12,7 @@ import torch
 
 from isaac_loop.basics.bits import bytes_of
 from isaac_loop.basics.checks import warn
+from isaac_loop.basics.packages import is_ours
 from isaac_loop.data.sampling import seed_with
 from isaac_loop.loop.events import callback_name
 from isaac_loop.state.errors import RanksDiverged
@@ -165,7 +166,7 @@ def _shared(trainer, states):
 
 def _is_users(x):
     "Whether the class of an object is not of this library, so that nobody knows what it counts"
-    return type(x).__module__.partition('.')[0] != 'isaac_loop'
+    return not is_ours(type(x))
 
 def _untold(trainer, states):
     "Names of those that tell no state and may have counted their own share; all go on with main's"

@@ -1118,6 +1118,19 @@ def rows_that_are_replaced_by_reading():
     return trainer_with(loaders=split_of(Listing()))
 
 
+@planted("changes_data")
+def rows_of_a_class_that_speaks_of_what_has_no_value_yet():
+    class Unfinished(Listing):
+        def __getitem__(self, i):
+            row = super().__getitem__(i)
+            return row if i < 1000 else scaled(row)
+
+    data = Unfinished()
+    if len(data) > 1000:
+        scaled = torch.relu
+    return trainer_with(loaders=split_of(data))
+
+
 class Sequences(nn.Module):
     "Two steps of three numbers for each row"
 

@@ -9,7 +9,7 @@ __all__ = []
 import ast, builtins, copy, inspect, types
 
 from isaac_loop.basics.source_code import syntax_tree
-from isaac_loop.inspection.plain_script.reached_values import content_of
+from isaac_loop.basics.cells import cells_of
 from isaac_loop.inspection.plain_script.read_sources import changed_default, with_private_names
 from isaac_loop.inspection.plain_script.script_names import value_of, wrappers
 from isaac_loop.inspection.plain_script.script_writing import NotWritten
@@ -106,8 +106,8 @@ def mentioned(
 )->list: # Classes
     "Classes of a kind that a function speaks of, also as attributes of modules"
     if not isinstance(f, types.FunctionType): return []
-    around = zip(f.__code__.co_freevars, map(content_of, f.__closure__ or ()))
-    known,found = vars(builtins) | f.__globals__ | dict(around),[]
+    around = dict.fromkeys(f.__code__.co_freevars) | cells_of(f) # What is not set yet hides what is outside
+    known,found = vars(builtins) | f.__globals__ | around,[]
     for name in _names(f.__code__):
         places = [o for o in found if isinstance(o, types.ModuleType)]
         found += [known[name]] if name in known else [vars(o)[name] for o in places if name in vars(o)]

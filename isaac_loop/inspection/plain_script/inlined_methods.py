@@ -10,6 +10,7 @@ import ast, copy
 from functools import partial
 from types import FunctionType
 
+from isaac_loop.basics.packages import is_ours
 from isaac_loop.inspection.plain_script.callback_source import Method, own_method, plain_function
 from isaac_loop.inspection.plain_script.plain_expressions import expression, name_of, trainer_names
 from isaac_loop.inspection.plain_script.plain_lines import Known, NotFlat, Simpler, cannot_fail, catches
@@ -32,8 +33,6 @@ def is_super(node):
     return isinstance(node, ast.Call) and getattr(node.func, 'id', None) == 'super'
 
 # %% ../../../nbs/inspection/plain_script/14_inlined_methods.ipynb #a3f87255
-_OURS = __name__.partition('.')[0]
-
 _OF_TRAINER = ('it calls the `{}` of `Trainer`',
                "Write out what that does, as by `self.run_callbacks('predict', 'get_loss')`")
 _SUPER = ('it calls a method of a base class in a way that cannot be written',
@@ -68,9 +67,9 @@ class InlineMethods(InlineStatements):
         further = [o for o in call.args if not (self.is_trainer(o) or self.is_self(o))]
         if found is None or further or call.keywords: return None
         trainer = any(map(self.is_trainer, call.args))
-        is_ours = (plain_function(found).__module__ or '').startswith(_OURS)
-        if is_ours and self.is_own_trainer: raise NotWritten(_OF_TRAINER[0].format(name), _OF_TRAINER[1])
-        if is_ours: return self.w.built_in(self.method.owner, name)
+        of_library = is_ours(plain_function(found))
+        if of_library and self.is_own_trainer: raise NotWritten(_OF_TRAINER[0].format(name), _OF_TRAINER[1])
+        if of_library: return self.w.built_in(self.method.owner, name)
         return statements_of(self.w, Method(found, self.method.owner, trainer), self.expand)
 
     def visit_Call(self, node):
@@ -82,7 +81,7 @@ class InlineMethods(InlineStatements):
         name,args = node.func.attr,node.args
         found = next((vars(o)[name] for o in base.__mro__ if name in vars(o)), None)
         f,by_name = plain_function(found),not is_super(node.func.value)
-        is_plain = isinstance(found, FunctionType) and not (f.__module__ or '').startswith(_OURS)
+        is_plain = isinstance(found, FunctionType) and not is_ours(f)
         with_self = not by_name or args and self.is_self(args[0])
         if not (is_plain and with_self): raise NotWritten(*_SUPER)
         if by_name: args = args[1:]

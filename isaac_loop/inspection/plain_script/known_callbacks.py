@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/plain_script/26_known_callbacks.ipynb #11ae4c13
 from types import FunctionType
 
+from isaac_loop.basics.packages import is_ours
 from isaac_loop.inspection.plain_script import written_averages as averages
 from isaac_loop.inspection.plain_script import written_batches as batches
 from isaac_loop.inspection.plain_script import written_results as results
@@ -106,14 +107,6 @@ REFUSED = {
 }
 
 # %% ../../../nbs/inspection/plain_script/26_known_callbacks.ipynb #2c0be375
-_OURS = Writing.__module__.partition('.')[0]
-
-def is_ours(
-    x, # A class or a function
-)->bool:
-    "Whether something comes from this library"
-    return (getattr(x, '__module__', None) or '').partition('.')[0] == _OURS
-
 def kind_of(
     callback, # Any
 )->str: # A name in one of the three lists; None for one of the user's own

@@ -14,8 +14,9 @@ from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, Metho
 
 import torch
 
+from isaac_loop.basics.cells import cells_of
 from isaac_loop.basics.tensors import OF_MODULES
-from isaac_loop.data.ways import is_users_module, names_in, package_of
+from isaac_loop.data.ways import is_users_module, names_in, written_in
 from isaac_loop.inspection.plain_script.script_names import is_installed
 
 # %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #480452b5
@@ -24,11 +25,9 @@ def is_own_code(
 )->bool:
     "Whether something is a function or a class that somebody has written here"
     if not isinstance(x, (FunctionType, type)): return False
-    top = package_of(x)
+    top = written_in(x)
     if top == 'builtins': return isinstance(x, FunctionType) # Run from a text, without a module
-    return not is_installed(top) and top != _OURS
-
-_OURS = is_installed.__module__.partition('.')[0]
+    return not is_installed(top) and top != 'isaac_loop'
 
 # %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #990d33c3
 def _inside_code(f):
@@ -38,17 +37,11 @@ def _inside_code(f):
         parts = [[o.fget, o.fset] if isinstance(o, property) else [o] for o in held]
         return [*f.__bases__, *chain.from_iterable(parts)]
     given = [*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()]
-    cells = [content_of(cell) for cell in f.__closure__ or ()]
     names,further,_ = names_in(f.__code__)
     named = [f.__globals__.get(name) for name in names]
     modules = [vars(module) for module in named if is_users_module(module)]
     in_modules = [held[name] for held in modules for name in further if name in held]
-    return [*given, *cells, *named, *in_modules, *vars(f).values()]
-
-def content_of(cell):
-    "What a variable around a function holds; None if it is not set yet"
-    try: return cell.cell_contents
-    except ValueError: return None
+    return [*given, *cells_of(f).values(), *named, *in_modules, *vars(f).values()]
 
 # %% ../../../nbs/inspection/plain_script/07_reached_values.ipynb #23f3b901
 _LISTED = list,tuple,set,frozenset,deque

@@ -9,6 +9,8 @@ __all__ = []
 import ast, builtins, inspect, sys
 from types import FunctionType
 
+from isaac_loop.basics.cells import cells_of
+
 # %% ../../../nbs/inspection/plain_script/00_script_names.ipynb #97d14282
 class Names:
     "The names of a script, each of which stands for one thing"
@@ -47,14 +49,12 @@ class NoSource(Exception):
 class NotAlone(Exception):
     "A function changes variables of others, so that neither its source nor the function itself will do"
 
-_OURS = __name__.partition('.')[0]
-
 def is_installed(
     module:str, # Its name
 )->bool:
     "Whether a module is found wherever its package is installed"
     top = module.partition('.')[0]
-    if top in (_OURS, '__main__', ''): return False
+    if top in ('isaac_loop', '__main__', ''): return False
     if top in sys.stdlib_module_names or top == 'torch': return True
     path = getattr(sys.modules.get(top), '__file__', None) or ''
     return 'site-packages' in path or 'dist-packages' in path
@@ -122,8 +122,7 @@ def value_of(
     functions = [o for o in members if isinstance(o, FunctionType)]
     if isinstance(f, type): functions = [o for o in functions if o.__module__ == f.__module__] # Written in it
     for function in functions:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-        if name in cells: return cells[name].cell_contents
+        if name in function.__code__.co_freevars: return cells_of(function)[name]
     spaces = [o.__globals__ for o in functions] or [vars(sys.modules[f.__module__])]
     for space in (*spaces, vars(builtins)):
         if name in space: return space[name]

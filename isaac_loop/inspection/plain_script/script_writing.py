@@ -9,6 +9,7 @@ __all__ = []
 import inspect, re
 from types import MemberDescriptorType
 
+from isaac_loop.basics.packages import is_ours
 from isaac_loop.inspection.plain_script.batch_form import Form
 from isaac_loop.inspection.plain_script.plain_lines import Comment
 from isaac_loop.inspection.plain_script.reached_values import reached, repeated
@@ -259,7 +260,7 @@ def need(self:Writing,
 )->str: # An argument of the script
     "Let the script be given `value`"
     kind = type(value)
-    if kind.__module__.partition('.')[0] == __name__.partition('.')[0]:
+    if is_ours(kind):
         raise NotWritten(f'it uses `{wish}`, an object of class `{kind.__name__}`')
     for name,held in self.needs.items():
         if held is value: return name

@@ -10,9 +10,10 @@ import ast, copy
 
 from fastcore.basics import patch
 
+from isaac_loop.basics.packages import is_ours
 from isaac_loop.inspection.plain_script.callback_source import Method
 from isaac_loop.inspection.plain_script.inlined_methods import inlined, statements_of
-from isaac_loop.inspection.plain_script.known_callbacks import is_ours, kind_of
+from isaac_loop.inspection.plain_script.known_callbacks import kind_of
 from isaac_loop.inspection.plain_script.plain_lines import Leave, NotFlat, coming_from, leaves
 from isaac_loop.inspection.plain_script.plain_lines import lines, within, without_exits
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing, snake

@@ -10,6 +10,7 @@ import copy, functools, inspect, math
 
 from torch.optim import Optimizer
 
+from isaac_loop.basics.packages import is_ours
 from isaac_loop.inspection.plain_script import written_names # noqa: F401 - Methods of `Writing` for all lines
 from isaac_loop.inspection.plain_script.callback_source import mentioned
 from isaac_loop.inspection.plain_script.script_writing import NotWritten, Writing
@@ -51,7 +52,7 @@ class Lines:
     def attribute(self, name):
         "What an attribute is in the script, for methods of a subclass; None for one of its own"
         if name in self.names: return self.name(*self.names[name])
-        base = next(o for o in type(self.cb).__mro__ if o.__module__.startswith(_OURS))
+        base = next(o for o in type(self.cb).__mro__ if is_ours(o))
         members = [member for cls in base.__mro__ for member in vars(cls).values() if callable(member)]
         functions = [f for f in map(inspect.unwrap, members) if hasattr(f, '__code__')]
         if not any(name in f.__code__.co_names for f in functions): return None
@@ -60,8 +61,6 @@ class Lines:
         if is_plain and name in inspect.signature(base).parameters:
             return self.w.sources.of(value)
         raise NotWritten(f'it uses `{name}` of `{base.__name__}`, which is not in the script')
-
-_OURS = __name__.partition('.')[0]
 
 # %% ../../../nbs/inspection/plain_script/16_written_steps.ipynb #cf2a586a
 def opt_class(
@@ -163,7 +162,7 @@ def _has_use(owner):
     "Whether a callback or a trainer has an optimizer of its own, or reads gradients"
     usual = getattr(owner, 'opt', None) if isinstance(owner, Trainer) else None
     optimizers = [o for o in vars(owner).values() if isinstance(o, Optimizer) and o is not usual]
-    functions = [f for cls in type(owner).__mro__ if not cls.__module__.startswith(f'{_OURS}.')
+    functions = [f for cls in type(owner).__mro__ if not is_ours(cls)
                  for f in vars(cls).values() if hasattr(f, '__code__')]
     return optimizers or any('grad' in f.__code__.co_names for f in functions)
 

@@ -11,6 +11,7 @@ import math
 import torch
 
 from ...loop.events import callback_name
+from ...basics.packages import is_ours
 from ...loop.plan_checks import Finding
 from ...metrics.any_metric import MeanOf
 from ...metrics.metrics import metrics_cbs
@@ -56,7 +57,7 @@ def wrong_columns(seen):
     "Columns of losses and accuracies that are known to say something else than they are called"
     found = {}
     for row in seen.history:
-        for name in [name for name in row if name not in found and not _is_ours(seen.written.get(name))]:
+        for name in [name for name in row if name not in found and not is_ours(type(seen.written.get(name)))]:
             finding = _wrong_column(seen, row, name)
             if finding: found[name] = finding
     return list(found.values())
@@ -64,8 +65,6 @@ def wrong_columns(seen):
 def _number(x):
     if isinstance(x, torch.Tensor) and x.numel() == 1: x = x.item()
     return x if isinstance(x, float) else None
-
-def _is_ours(callback): return type(callback).__module__.partition('.')[0] == 'isaac_loop'
 
 def _wrong_column(seen, row, name):
     "What is wrong with a number in a row, if we know"

@@ -11,7 +11,8 @@ import re
 from torch import nn
 
 from ..seen_run.seen_gradients import Step, weights_of
-from ..source_rules.check_rules import in_line, package_of
+from ..source_rules.check_rules import in_line
+from ...basics.packages import package_of
 from ..source_rules.own_sources import source_text
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from .check_data import dataset_of
 from .check_rows import loader_of
-from ..source_rules.check_rules import package_of
+from ...basics.packages import package_of
 from ..source_rules.own_sources import source_text
 from ...loop.plan_checks import Finding
 

@@ -9,7 +9,7 @@ __all__ = []
 from .check_gradients import callbacks_in, in_line, name_of
 from ..seen_run.owners import peak_of
 from ..seen_run.seen_gradients import weights_of
-from ..source_rules.check_rules import package_of
+from ...basics.packages import is_ours
 from ...loop.plan_checks import Finding
 from ...schedule.schedulers import EpochSchedulerCB
 
@@ -95,9 +95,9 @@ def weights_not_loaded(seen):
 def chance_in_validation(seen):
     "Callbacks that change batches for validation by chance"
     return [Finding('random_validation', _CHANCE.format(who=who), callbacks_in(seen, who))
-            for who in seen.doings.by_chance if not _is_ours(seen, who)]
+            for who in seen.doings.by_chance if not _is_of_ours(seen, who)]
 
-def _is_ours(seen, who): return any(package_of(type(cb)) == 'isaac_loop' for cb in callbacks_in(seen, who))
+def _is_of_ours(seen, who): return any(is_ours(type(cb)) for cb in callbacks_in(seen, who))
 
 _BEHIND = ('`{name}` is a copy of the model of which the weights move, and what its batch norms have '
            'measured stays as it was at first, so it says another thing than it should. Copy the buffers, '
@@ -106,7 +106,7 @@ _BEHIND = ('`{name}` is a copy of the model of which the weights move, and what 
 def averages_left_behind(seen):
     "Averages of weights without the statistics that belong to them"
     return [Finding('average_without_buffers', _BEHIND.format(name=name), callbacks_in(seen, name))
-            for name in seen.owners.left_behind if not _is_ours(seen, name)]
+            for name in seen.owners.left_behind if not _is_of_ours(seen, name)]
 
 def frozen_in_training(seen):
     "Networks that are not to learn, and are asked in training mode"

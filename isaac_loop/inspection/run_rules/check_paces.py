@@ -12,7 +12,8 @@ from torch.optim import lr_scheduler
 
 from .check_data import dataset_of
 from .check_gradients import callbacks_in
-from ..source_rules.check_rules import package_of, without_partial
+from ..source_rules.check_rules import without_partial
+from ...basics.packages import package_of
 from ..source_rules.own_sources import source_text, words_of
 from ...loop.passes import n_batches
 from ...loop.plan_checks import Finding

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/32_check_probed.ipynb #53830bf1
+from ..seen_run.seen_losses import OF_NUMBERS
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding
 from ...metrics.any_metric import MeanOf
@@ -41,11 +42,10 @@ _FORCED = ('`{kind}` is given what it is to forecast as an input, in evaluation 
            'knows these when it is used, give it its own answers there: ask `self.training`.')
 _ERASES = ('`{kind}` erases a part of its input by chance ({place}), in evaluation as well, so validation '
            'measures another thing each time. If that is for training, ask `self.training` first.')
-_LOSSES = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
 
 def true_past(seen):
     "Forecasts of which each is made of the true ones before, in evaluation"
-    is_forecast = seen.calls.example.is_forced and any(o.name in _LOSSES for o in seen.losses.found)
+    is_forecast = seen.calls.example.is_forced and any(o.name in OF_NUMBERS for o in seen.losses.found)
     kind = type(seen.trainer.model).__name__
     return [Finding('true_past', _FORCED.format(kind=kind))] if is_forecast else []
 

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from .check_data import dataset_of
 from ..source_rules.own_sources import source_text
 from ..waits import tensors_in
+from ...basics.packages import package_of
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import undrawn
 
@@ -97,4 +98,4 @@ def streams_read_twice(seen):
 def _own_kinds(dataset):
     "The user's classes that a dataset is of"
     kinds = [o for o in type(dataset).__mro__ if issubclass(o, IterableDataset)]
-    return [o for o in kinds if o.__module__.partition('.')[0] != 'torch']
+    return [o for o in kinds if package_of(o) != 'torch']

@@ -15,6 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..source_rules.own_sources import is_own
 from ..waits import tensors_in
+from ...basics.cells import cells_of
 from ...data.random_generators import drawn_from
 from ...state.change_marks import attributes_of
 from ...state.random_numbers import undrawn
@@ -72,8 +73,8 @@ def _members(x, i, n):
 
 def _named_in(f):
     "What a function closes over, and what it finds in its module"
-    cells = [cell.cell_contents for cell in f.__closure__ or ()]
-    return cells + [f.__globals__[name] for name in f.__code__.co_names if name in f.__globals__]
+    held = f.__globals__
+    return [*cells_of(f).values(), *(held[name] for name in f.__code__.co_names if name in held)]
 
 # %% ../../../nbs/inspection/run_rules/03_held_rows.ipynb #6be76c2d
 _MOST = 1000 # Objects to look at

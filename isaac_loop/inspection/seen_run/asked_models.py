@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/seen_run/14_asked_models.ipynb #0104ee32
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,20 +16,29 @@ from ..waits import tensors_in
 from ...state.random_numbers import random_state, same_random_state
 
 # %% ../../../nbs/inspection/seen_run/14_asked_models.ipynb #d32fcc10
+@contextmanager
+def in_evaluation(
+    model, # A module
+):
+    "Have a model be in evaluation, and each part in its own mode again afterwards"
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for m,mode in modes: m.training = mode
+
 @torch.no_grad()
 def answers(
     model, # A module
     *questions, # Each a list of inputs
 )->list: # A tensor for each, the first that it gives; None for all if it fails
     "What a model says in evaluation"
-    modes = [(m, m.training) for m in model.modules()]
     try:
-        model.eval()
-        found = [next(iter(tensors_in(model(*inputs))), None) for inputs in questions]
-        return [None if x is None else x.clone() for x in found]
+        with in_evaluation(model):
+            found = [next(iter(tensors_in(model(*inputs))), None) for inputs in questions]
+            return [None if x is None else x.clone() for x in found]
     except Exception: return [None]*len(questions)
-    finally:
-        for m,mode in modes: m.training = mode
 
 def differ(a, b):
     "Whether two tensors are further apart than rounding explains"

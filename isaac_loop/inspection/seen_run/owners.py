@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ...basics.cells import cells_of
 from ...loop.events import callback_name
 from ...state.random_numbers import undrawn
 
@@ -24,13 +25,7 @@ def _named_in(f):
     "What a function takes from outside: out of its closure, or global names"
     code = getattr(f, '__code__', None)
     if code is None: return {}
-    cells = zip(code.co_freevars, f.__closure__ or ())
-    outside = {name: cell.cell_contents for name,cell in cells if _is_filled(cell)}
-    return outside | {name: f.__globals__[name] for name in code.co_names if name in f.__globals__}
-
-def _is_filled(cell):
-    try: return cell.cell_contents is not None
-    except ValueError: return False # A variable that has no value yet
+    return cells_of(f) | {name: f.__globals__[name] for name in code.co_names if name in f.__globals__}
 
 def _holders(trainer):
     "Owners by name, each with what it holds by name; the model first"

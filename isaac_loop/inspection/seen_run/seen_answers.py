@@ -10,13 +10,13 @@ import math
 
 import torch
 
-from .seen_origins import made_by
+from .asked_models import in_evaluation
+from .seen_losses import OF_NUMBERS
+from .seen_origins import LIMITS, made_by
 from ..waits import tensors_in
 
 # %% ../../../nbs/inspection/seen_run/24_seen_answers.ipynb #017bbda6
-_OF_NUMBERS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
 _OF_LOGITS = {'cross_entropy', 'binary_cross_entropy_with_logits'}
-_LIMITS = {'gt', 'ge', 'lt', 'le', 'greater', 'greater_equal', 'less', 'less_equal'}
 _RECTIFIED = {f'{name}Backward{i}' for name in ('Relu', 'ClampMin', 'Clamp', 'Threshold') for i in (0, 1)}
 _GREAT = 1000 # Size of targets that small weights do not reach
 
@@ -35,10 +35,10 @@ class Answers:
     def look(self, call):
         x = call.args[0]
         if not isinstance(x, torch.Tensor) or x.device.type == 'meta': return
-        if call.name in _LIMITS: self._note_limit(x, call.given(1, 'other'))
+        if call.name in LIMITS: self._note_limit(x, call.given(1, 'other'))
         elif call.name == 'round': self._note_limit(x, 0.5)
         elif call.name in _OF_LOGITS: self._note_logits(call.name, x)
-        elif call.name in _OF_NUMBERS: self._note_sizes(call.name, x, call.given(1, 'target'))
+        elif call.name in OF_NUMBERS: self._note_sizes(call.name, x, call.given(1, 'target'))
         elif call.name in ('sub', 'rsub') and len(call.args) > 1: self._note_difference(x, call.args[1])
 
     def begin(self, targets):
@@ -142,12 +142,7 @@ class NotLinear(Exception): "There is something between two layers"
 
 def _answer(model, inputs):
     "What a model says in evaluation, with a graph"
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        with torch.enable_grad(): return next(iter(tensors_in(model(*inputs))), None)
-    finally:
-        for m,mode in modes: m.training = mode
+    with in_evaluation(model), torch.enable_grad(): return next(iter(tensors_in(model(*inputs))), None)
 
 _TOY = 9 # A layer of fewer units is there to be looked at
 

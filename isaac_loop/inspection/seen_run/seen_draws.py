@@ -11,6 +11,7 @@ import sys, weakref
 import torch
 
 from ..seen_objects import memory_of
+from .seen_losses import OF_NUMBERS
 
 # %% ../../../nbs/inspection/seen_run/34_seen_draws.ipynb #8d058ac8
 _SHAPE_OF = {'size', 'dim', 'numel', 'len', 'randn_like', 'zeros_like', 'ones_like', 'empty_like',
@@ -51,7 +52,6 @@ _DRAWS = _NOISE | {'multinomial', 'bernoulli'}
 _KEEPS = {'view', 'reshape', 'long', 'unsqueeze', 'squeeze', 'detach', 'to', 'float', 'contiguous', 'clone',
           'expand', 'get', 'broadcast_tensors', 'getitem', 'flatten', 'type', 'double', 'type_as',
           'transpose'}
-_ERRORS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
 _POWERS = {'pow', 'square', 'abs', 'norm'}
 
 class Draws:
@@ -98,7 +98,7 @@ class Draws:
         "Note that a draw was used, and whether that was by a loss and nobody had used it before"
         others = [o for o in tensors_given(call) if o is not x]
         is_error = len(others) == 1 and others[0].requires_grad and draw.kind == 'noise' and not draw.used
-        if is_error and call.name in _ERRORS: self.fresh.setdefault(self.calls.place(), draw.place)
+        if is_error and call.name in OF_NUMBERS: self.fresh.setdefault(self.calls.place(), draw.place)
         elif is_error and call.name in ('sub', 'rsub', 'subtract'): self.notes.add('error', call.result, draw)
         draw.used.add('other')
 

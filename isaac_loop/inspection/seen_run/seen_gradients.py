@@ -20,19 +20,25 @@ from ..observed_run import line_in_words
 from .seen_parameters import GradientParts, WeightMoves
 
 # %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #24cdcbd8
-def leaves_of(
-    roots, # Tensors, such as a loss
-)->list: # Tensors that want a gradient, each once
-    "The leaves to which the graph of `roots` leads"
-    todo = [root.grad_fn for root in roots if getattr(root, 'grad_fn', None) is not None]
-    known,found = set(),{}
+def nodes_behind(
+    todo:list, # Nodes of a graph, or None
+): # Yields nodes
+    "Nodes, and those to which they lead, each once"
+    todo,known = list(todo),set()
     while todo:
         node = todo.pop()
         if node is None or node in known: continue
         known.add(node)
-        if type(node).__name__ == 'AccumulateGrad': found[id(node.variable)] = node.variable
+        yield node
         todo += [other for other,_ in node.next_functions]
-    return list(found.values())
+
+def leaves_of(
+    roots, # Tensors, such as a loss
+)->list: # Tensors that want a gradient, each once
+    "The leaves to which the graph of `roots` leads"
+    nodes = nodes_behind(getattr(root, 'grad_fn', None) for root in roots)
+    leaves = [node.variable for node in nodes if type(node).__name__ == 'AccumulateGrad']
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 # %% ../../../nbs/inspection/seen_run/08_seen_gradients.ipynb #978ef68f
 _LIBRARIES = [sys.modules[name].__file__ for name in ('torch', 'fastcore', 'isaac_loop')]

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from ...basics.packages import package_of
 from .owners import copies_of_model, factors_of, frozen_beside, hidden_in
 from .owners import optimizers_of
 from .owners import parameters_of, same_as_model, schedules_of, statistics_of
@@ -124,7 +125,7 @@ def _is_by_hand(x):
     "Whether something is an optimizer that somebody wrote without PyTorch's"
     kind = type(x)
     steps = all(callable(getattr(kind, name, None)) for name in ('step', 'zero_grad'))
-    return steps and not hasattr(x, 'param_groups') and kind.__module__.partition('.')[0] not in _OURS
+    return steps and not hasattr(x, 'param_groups') and package_of(kind) not in _OURS
 
 _OURS = 'torch','isaac_loop'
 

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from .seen_origins import MOVES, made_by
+from .seen_origins import MOVES, made_by, maker_of
 from .seen_tokens import given_as, has_numbers, users_call
 
 # %% ../../../nbs/inspection/seen_run/42_seen_likelihoods.ipynb #81f4732d
@@ -56,10 +56,9 @@ _NORMS = re.compile('Norm|Cdist|EuclideanDist|PairwiseDistance')
 
 def is_distance(x):
     "Whether numbers are norms, or their squares"
-    made = made_by(x)
+    node = maker_of(x)
+    made = '' if node is None else node.name()
     if made in ('SumBackward1', 'MeanBackward1'):
-        node = x.grad_fn
-        while node.name() != made: node = next(other for other,_ in node.next_functions if other is not None)
         below = node.next_functions[0][0]
         return below is not None and below.name() in ('PowBackward0', 'AbsBackward0')
     return bool(_NORMS.search(made)) and 'Layer' not in made and 'Batch' not in made

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .asked_models import in_evaluation
 from .seen_gradients import leaves_of
-from .seen_origins import made_by
+from .seen_origins import made_by, maker_of
 
 # %% ../../../nbs/inspection/seen_run/12_seen_losses.ipynb #ec2d0943
 class BatchOfCalls:
@@ -27,7 +28,9 @@ class BatchOfCalls:
         ids = {m.padding_idx for m in layers if isinstance(m, nn.Embedding) and m.padding_idx is not None}
         self.padding = [mask for mask in (x == i for x in self.tokens for i in ids) if _is_padding(mask)]
 
-def is_constant(y): return bool((y == y.flatten()[0]).all())
+def is_constant(y):
+    "Whether all numbers are the same"
+    return bool((y == y.flatten()[0]).all())
 
 def _is_padding(mask):
     "Whether a number stands at the end of rows, or at their beginning, and nowhere else"
@@ -88,25 +91,19 @@ class Roles:
 
 def is_sum_with_data(x):
     "Whether one of two summands wants no gradient"
-    if made_by(x) != 'AddBackward0': return False
-    node = x.grad_fn
-    while node is not None and node.name() != 'AddBackward0':
-        node = next((other for other,_ in node.next_functions if other is not None), None)
-    if node is None: return False
-    return sum(other is None for other,_ in node.next_functions) == 1
+    node = maker_of(x)
+    is_sum = node is not None and node.name() == 'AddBackward0'
+    return is_sum and sum(other is None for other,_ in node.next_functions) == 1
 
 # %% ../../../nbs/inspection/seen_run/12_seen_losses.ipynb #4f9234bd
 @torch.no_grad()
 def only_copies(model, x):
     "Whether what a model says of a place changes with its own token, and not with those behind"
-    other,at,modes = x.clone(),x.shape[1]//2,[(m, m.training) for m in model.modules()]
+    other,at = x.clone(),x.shape[1]//2
     other[:, at] = x.roll(1, 0)[:, at-1]
     try:
-        model.eval()
-        a,b = [_places(model(o), x.shape) for o in (x, other)]
+        with in_evaluation(model): a,b = [_places(model(o), x.shape) for o in (x, other)]
     except Exception: return False # It wants something else as well
-    finally:
-        for m,mode in modes: m.training = mode
     if a is None: return False
     changed = ((a-b).abs() > 1e-5).any(2)[x[:, at] != other[:, at]]
     return bool(len(changed) and changed[:, at].any() and not changed[:, :at].any())
@@ -119,8 +116,9 @@ def _places(preds, shape):
     return found[0] if found else None
 
 # %% ../../../nbs/inspection/seen_run/12_seen_losses.ipynb #36b8bf52
-_NAMES = {'cross_entropy', 'nll_loss', 'kl_div', 'ctc_loss', 'binary_cross_entropy_with_logits', 'mse_loss',
-          'l1_loss', 'smooth_l1_loss', 'huber_loss', 'log_softmax'}
+OF_NUMBERS = {'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
+_NAMES = {'cross_entropy', 'nll_loss', 'kl_div', 'ctc_loss', 'binary_cross_entropy_with_logits',
+          'log_softmax', *OF_NUMBERS}
 _OF_LOSSES = {getattr(F, name): inspect.signature(getattr(F, name)) for name in _NAMES}
 OF_CLASSES = 'cross_entropy','nll_loss'
 
@@ -159,7 +157,7 @@ class LossCall:
         self.rows = len(y) if y.ndim else 1
         self.one_less = any(y.numel() == o.numel()-len(o) for o in batch.tokens if o.shape[1] > 4)
         of_classes = self.name in OF_CLASSES
-        if self.name.endswith(('mse_loss', 'l1_loss', 'huber_loss')): self.beyond = beyond(y, self.made)
+        if self.name in OF_NUMBERS: self.beyond = beyond(y, self.made)
         same = [o for o in batch.constant if o.numel() == y.numel()]
         first = float(y.detach().flatten()[0])
         if is_constant(y): self.value = first,any(float(o.detach().flatten()[0]) == first for o in same)

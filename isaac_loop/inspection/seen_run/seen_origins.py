@@ -39,14 +39,22 @@ MOVES = ('View UnsafeView ReshapeAlias Squeeze Unsqueeze Transpose Permute T Sli
 MOVES = {f'{name}Backward0' for name in MOVES} | {'SqueezeBackward1'}
 _SCALED = MOVES | {f'{name}Backward0' for name in ('Div', 'Mul', 'MaskedFill', 'Add', 'Sub', 'Where')}
 
-def made_by(
+def maker_of(
     x, # A tensor
     passed=MOVES, # Names of functions to look behind
-)->str: # Such as 'SoftmaxBackward0'; empty for numbers without a graph
-    "The function that has made the numbers of a tensor"
+): # None for numbers without a graph
+    "The node of a graph that has made the numbers of a tensor"
     node = x.grad_fn
     while node is not None and node.name() in passed:
         node = next((other for other,_ in node.next_functions if other is not None), None)
+    return node
+
+def made_by(
+    x, # A tensor
+    passed=MOVES, # As for `maker_of`
+)->str: # Such as 'SoftmaxBackward0'; empty for numbers without a graph
+    "The function that has made the numbers of a tensor"
+    node = maker_of(x, passed)
     return node.name() if node is not None else ''
 
 # %% ../../../nbs/inspection/seen_run/10_seen_origins.ipynb #99cc62c1
@@ -167,7 +175,7 @@ class RowFactors:
 # %% ../../../nbs/inspection/seen_run/10_seen_origins.ipynb #d9a4fabe
 _SHAPES = {'view', 'reshape', 'flatten', 'squeeze', 'unsqueeze', 'getitem', 'select', 'chunk', 'split'}
 _LAYERS = {'linear', 'conv1d', 'conv2d', 'conv3d'}
-_LIMITS = {'gt', 'ge', 'lt', 'le', 'greater', 'greater_equal', 'less', 'less_equal'}
+LIMITS = {'gt', 'ge', 'lt', 'le', 'greater', 'greater_equal', 'less', 'less_equal'}
 
 class Limits:
     "Looks for limits of probabilities that are asked of what comes out of a layer"
@@ -184,7 +192,7 @@ class Limits:
             self.notes.carry(kind, x, call.result)
         if call.name in ('max', 'amax'):
             self._note(x, call.result[0] if isinstance(call.result, tuple) else call.result)
-        if call.name in _LIMITS: self._look_at(x, call.given(1, 'other'))
+        if call.name in LIMITS: self._look_at(x, call.given(1, 'other'))
 
     def _note(self, x, greatest):
         is_of_rows = isinstance(greatest, torch.Tensor) and 0 < greatest.ndim < x.ndim and x.numel()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .seen_draws import tensors_given
 from .seen_gradients import leaves_of
-from .seen_views import is_flat
+from .seen_losses import is_constant
 
 # %% ../../../nbs/inspection/seen_run/36_seen_parts.ipynb #e35f032f
 _CHOOSES = {'argmin', 'argmax', 'min', 'max', 'topk'}
@@ -74,7 +74,7 @@ class Fractions:
 
     def _note(self, x, y):
         is_whole = all(isinstance(o, torch.Tensor) and not o.is_floating_point() for o in (x, y))
-        if is_whole and x.numel() > 3 and not is_flat(x): self.notes.add('cut', y, not y.count_nonzero())
+        if is_whole and x.numel() > 3 and not is_constant(x): self.notes.add('cut', y, not y.count_nonzero())
 
     def _look_at(self, x):
         is_zero = self.notes.of('cut', x)
@@ -161,7 +161,7 @@ class Makers:
     def _judge(self, call, x, y):
         where = self.calls.moment()[0]
         is_known = where is not None and where[1] and (where,) != self.first
-        if not is_known or not y.numel() or not is_flat(y): return
+        if not is_known or not y.numel() or not is_constant(y): return
         leads_to = self.bits_of(p for p in leaves_of([x]) if isinstance(p, nn.Parameter))
         label,made_by = float(y.detach().flatten()[0]),self.notes.of('made', x) or 0
         self.judged.append(Judged(self.calls.place(), label, made_by, leads_to))

@@ -11,19 +11,17 @@ import weakref
 import torch
 
 from ..seen_objects import memory_of
+from .seen_gradients import nodes_behind
+from .seen_losses import OF_NUMBERS, is_constant
 
 # %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #94b939fa
 def _are_alike(a, b):
     "Whether two tensors hold the same rows, in different places"
     if a.ndim < 2 or a.numel() != b.numel() or memory_of(a) == memory_of(b) or not a.is_floating_point():
         return False
-    if max(a.shape) < 2 or a.dtype != b.dtype or is_flat(a): return False
+    if max(a.shape) < 2 or a.dtype != b.dtype or is_constant(a): return False
     sides = (b, b.mT) if b.ndim > 1 else (b,)
     return any(torch.equal(a.squeeze(), o.squeeze()) for o in sides)
-
-def is_flat(x):
-    "Whether all numbers are the same"
-    return bool((x == x.flatten()[0]).all())
 
 # %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #861211fd
 def _are_branches(a, b):
@@ -47,17 +45,10 @@ def _are_crossed(p, z, q, y):
 def _leads_to(x, y):
     first,last = _before(x),_before(y)
     if first is last: return False # There is nothing in between
-    todo,known = [first],set()
-    while todo:
-        node = todo.pop()
-        if node is last: return True
-        if node is None or node in known: continue
-        known.add(node)
-        todo += [other for other,_ in node.next_functions]
-    return False
+    return any(node is last for node in nodes_behind([first]))
 
 # %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #3c5d83c6
-_COMPARES = {'cosine_similarity', 'mse_loss', 'l1_loss', 'smooth_l1_loss', 'huber_loss'}
+_COMPARES = {'cosine_similarity', *OF_NUMBERS}
 _PRODUCTS = {'matmul', 'mm', 'rmatmul'}
 _JOINS = {'cat', 'concat', 'concatenate', 'stack'}
 
@@ -130,7 +121,7 @@ class Columns:
 
     def _look_at(self, x, y):
         alone = self.notes.of('alone', x)
-        if alone is None or y.ndim != 1 or len(y) < 2 or not is_flat(y): return
+        if alone is None or y.ndim != 1 or len(y) < 2 or not is_constant(y): return
         self.found.setdefault(self.calls.place(), []).append((alone, int(y[0])))
 
 # %% ../../../nbs/inspection/seen_run/32_seen_views.ipynb #a3dfa13f
@@ -163,7 +154,7 @@ class Stacks:
         if len(parts) > 3 and len({*places}) <= len(parts)//2: self._look_at_states(parts, places)
         first = parts[0]
         is_told = call.name == 'stack' and first.is_floating_point() and first.numel() > 3
-        if not is_told or len({*places}) < len(parts) or is_flat(first): return
+        if not is_told or len({*places}) < len(parts) or is_constant(first): return
         self.notes.add('answers', call.result, (len(parts), all(torch.equal(first, x) for x in parts[1:])))
 
     def _look_at_states(self, parts, places):

@@ -10,6 +10,8 @@ import ast, builtins, inspect
 from functools import partial
 from types import MethodType
 
+from ...basics.cells import cells_of
+from ...basics.packages import package_of
 from ...basics.source_code import negated
 from .known_calls import ANEW, asked_by, gives_weights, is_optimizer, only_looks
 from .method_source import function_node, function_of, place, to_follow
@@ -218,7 +220,7 @@ class Reader(Builtins):
     ):
         self.trainer,self.callback = trainer,callback
         self.optimizers = {} if optimizers is None else optimizers
-        self.home = (type(callback).__module__ or '').partition('.')[0]
+        self.home = package_of(type(callback))
         self.is_alone = type(vars(trainer).get('ranks')) is Ranks and here()[1] == 1
         self.kept,self.made = {},{} # What the callback keeps, by attribute; objects that it makes
         self.closures = {} # Functions inside of methods
@@ -333,11 +335,7 @@ def _parameters(node, args, named):
 
 def _around(f):
     "What the names around a function stand for"
-    held = {}
-    for name,cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
-        try: held[name] = cell.cell_contents
-        except ValueError: pass # Not filled yet
-    return {**vars(builtins), **f.__globals__, **held}
+    return {**vars(builtins), **f.__globals__, **cells_of(f)}
 
 # %% ../../../nbs/inspection/source/70_reading.ipynb #d8b8f5a5
 def handler_effects(

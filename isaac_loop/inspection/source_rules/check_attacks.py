@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/source_rules/54_check_attacks.ipynb #23ed4346
 import ast, re
 
-from .check_model import called
+from .check_rules import called
 from .check_policies import number_of, sources_of
 from .own_sources import Source, at_events, read_along
 from ...loop.handlers import has_own_batch

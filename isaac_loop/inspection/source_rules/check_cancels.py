@@ -11,7 +11,8 @@ from types import FunctionType
 
 from ...basics.source_code import syntax_tree
 from ..source.method_source import function_node
-from .check_rules import line_in, method_of, said
+from .check_rules import bodies_in, clears_gradients, line_in
+from .check_rules import method_of, said
 from ...loop.events import EVENTS, STEPS
 from ...loop.plan_checks import Finding
 
@@ -163,14 +164,8 @@ def _uses_gradients(entry):
 
 def _clears_before(tree, node):
     "Whether lines just before `node`, under the same condition, clear gradients"
-    bodies = [getattr(item, name, ()) for item in ast.walk(tree) for name in ('body', 'orelse')]
-    body = next(part for part in bodies if isinstance(part, list) and node in part)
-    return any(_is_clearing(item) for line in body[:body.index(node)] for item in ast.walk(line))
-
-def _is_clearing(node):
-    if isinstance(node, ast.Call): return getattr(node.func, 'attr', '') == 'zero_grad'
-    targets = node.targets if isinstance(node, ast.Assign) else ()
-    return any(getattr(o, 'attr', '') == 'grad' for o in targets) and getattr(node.value, 'value', 0) is None
+    body = next(part for part in bodies_in(tree) if node in part)
+    return any(clears_gradients(item) for line in body[:body.index(node)] for item in ast.walk(line))
 
 # %% ../../../nbs/inspection/source_rules/16_check_cancels.ipynb #6c8b8938
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,

@@ -9,18 +9,15 @@ __all__ = []
 import ast, re
 
 from .check_lasting import own_trees
-from .check_model import called
-from .check_rules import OF_BATCH, line_in, method_of, of_same, said
-from .check_rules import users_own
-from ...loop.events import EVENTS
+from .check_rules import OF_BATCH, TRAINING_ONLY, called, line_in, method_of
+from .check_rules import of_same, said, users_own
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/50_check_counts.ipynb #0fa867b2
 _BOTH = ('{who} counts the batches of both passes in `{name}` ({line}), and `{what}` goes by that count, so '
          'validation moves the schedule on. Count `if trainer.training`, or take `trainer.n_updates`.')
-_TRAINING_ONLY = EVENTS[EVENTS.index('before_backward'):EVENTS.index('cleanup_zero_grad')+1]
-_OF_BOTH = [o for o in OF_BATCH if o not in _TRAINING_ONLY]
+_OF_BOTH = [o for o in OF_BATCH if o not in TRAINING_ONLY]
 _LENGTHS = re.compile(r'warm|ramp|anneal|total|steps|n_iter|max_it|decay|burn|horizon|length|duration|period')
 _WEIGHTS = re.compile(r'alpha|beta|gamma|weight|lambd|lam|rate|lr|temp|tau|coef|scale|momentum|kl')
 

@@ -8,8 +8,8 @@ __all__ = []
 # %% ../../../nbs/inspection/source_rules/38_check_effects.ipynb #377d4807
 import ast
 
-from .check_rules import call_alone, line_in, method_of, pairs_of, said
-from .check_rules import users_own
+from .check_rules import call_alone, called, line_in, method_of, pairs_of
+from .check_rules import said, users_own
 from .check_writing import one_letter
 from ...loop.events import callback_name
 from ...loop.handlers import takes_part
@@ -190,7 +190,7 @@ def seeded_again(scene):
         if entry.found.calls & {'get_rng_state', 'fork_rng', 'getstate'}: continue # It is put back
         if not takes_part(entry.callback, entry.event, True): continue
         for node in [o for o in map(call_alone, tree.body) if o is not None]:
-            name = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
+            name = called(node)
             given = ' '.join(ast.unparse(o) for o in node.args)
             if name not in _SEEDS or not given or trainer in given or not _is_fixed(node.args[0]): continue
             unit = 'epoch' if entry.event.endswith('_epoch') else 'batch'

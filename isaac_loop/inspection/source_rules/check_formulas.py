@@ -12,7 +12,8 @@ from torch import nn
 
 from ..source.method_source import function_node, place
 from .check_kept import added_to, is_mean, trees_at
-from .check_model import called, ends_with, is_users_function, own_losses
+from .check_model import ends_with, is_users_function, own_losses
+from .check_rules import called
 from .check_model import taken_by, value_before
 from .check_rules import ENDS, OF_BATCH, line_in, method_of, of_same, said
 from .own_steps import own_method

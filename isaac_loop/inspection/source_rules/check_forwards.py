@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from .check_model import called, value_before
-from .check_rules import package_of
+from .check_model import value_before
+from .check_rules import called
+from ...basics.packages import package_of
 from .own_sources import Source, at_events, forwards, loss_sources, model_of
 from .own_sources import words_of, words_of_users
 from ...loop.plan_checks import Finding

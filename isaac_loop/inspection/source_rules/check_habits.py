@@ -12,12 +12,12 @@ from types import FunctionType
 from ..source.method_source import function_node, place
 from .check_cancels import names_in_test
 from .check_counts import changes_training, is_share
-from .check_model import called
-from .check_rules import OF_BATCH, line_in, method_of, package_of
+from .check_rules import OF_BATCH, bodies_in, called, line_in, method_of
 from .check_rules import pairs_of, said
 from .check_weights import opt_func_of
 from .own_sources import Source, at_events, forwards, is_own, loss_sources
 from .own_sources import read_along
+from ...basics.packages import package_of
 from ...loop.events import EVENTS, callback_name
 from ...loop.handlers import TrainersOwn
 from ...loop.plan_checks import Finding
@@ -52,7 +52,7 @@ def bests_that_are_last(scene):
     found = []
     for entry in scene.entries:
         tree,_ = method_of(entry)
-        for body in _bodies(tree) if tree is not None else ():
+        for body in bodies_in(tree) if tree is not None else ():
             for i,node in enumerate(body):
                 if not isinstance(node, ast.If) or isinstance(node.body[-1], _LEAVES): continue
                 for test,value,best in _compared(node.test):
@@ -62,11 +62,6 @@ def bests_that_are_last(scene):
                     found.append(Finding('best_is_last', _LAST.format(who=said(entry), **told),
                                          [entry.callback], spoils=True))
     return found
-
-def _bodies(tree):
-    "The lists of statements of a method, one inside another"
-    parts = [getattr(part, name, None) for part in ast.walk(tree) for name in ('body', 'orelse')]
-    return [part for part in parts if isinstance(part, list)]
 
 def _compared(test):
     "Comparisons of a value with an attribute of the callback: the comparison and both texts"

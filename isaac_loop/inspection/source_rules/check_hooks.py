@@ -11,8 +11,9 @@ from types import FunctionType, MethodType
 
 from ..source.method_source import function_node, place
 from .check_habits import own_callbacks
-from .check_model import called, is_users_function
-from .check_rules import package_of
+from .check_model import is_users_function
+from .check_rules import called
+from ...basics.packages import package_of
 from .own_sources import methods_by_name, model_of
 from ...loop.plan_checks import Finding
 

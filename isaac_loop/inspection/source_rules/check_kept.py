@@ -9,8 +9,8 @@ __all__ = []
 import ast, inspect, re
 from pathlib import Path
 
-from .check_rules import ENDS, OF_BATCH, line_in, method_of, methods_of
-from .check_rules import of_same, said, taken_from, users_own
+from .check_rules import ENDS, OF_BATCH, called, line_in, method_of
+from .check_rules import methods_of, of_same, said, taken_from, users_own
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #229e89d5
@@ -186,9 +186,7 @@ def _mean_of_list(node):
 
 def _argument(node, function):
     "What a function is called with, as text; empty if it is another one"
-    if not isinstance(node, ast.Call) or not node.args: return ''
-    name = getattr(node.func, 'attr', getattr(node.func, 'id', ''))
-    return ast.unparse(node.args[0]) if name == function else ''
+    return ast.unparse(node.args[0]) if called(node) == function and node.args else ''
 
 def _appended(trees, name):
     "What is put into the list of an attribute with each batch"
@@ -211,9 +209,7 @@ _NO_MEANS = {'f1', 'precision', 'recall', 'auc', 'auroc', 'auprc', 'ap', 'iou', 
 
 def is_no_mean(node):
     "Whether an expression calls something that no mean over batches gives, going by its name"
-    calls = [o.func for o in ast.walk(node) if isinstance(o, ast.Call)]
-    names = [getattr(f, 'attr', getattr(f, 'id', '')) for f in calls]
-    words = [{*name.lower().split('_')} for name in names]
+    words = [{*called(o).lower().split('_')} for o in ast.walk(node)]
     return not is_mean(node) and any(o & _NO_MEANS and 'loss' not in o for o in words)
 
 # %% ../../../nbs/inspection/source_rules/12_check_kept.ipynb #a86fc7a6

@@ -8,8 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/source_rules/74_check_last_batch.ipynb #72c00409
 import ast, re
 
-from .check_model import called
-from .check_rules import line_in, pairs_of, said
+from .check_rules import called, line_in, pairs_of, said
 from .own_steps import own_method
 from ...loop.handlers import takes_part
 from ...loop.passes import n_batches

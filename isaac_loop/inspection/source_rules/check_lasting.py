@@ -12,9 +12,8 @@ from types import FunctionType
 
 from ..source.method_source import function_node, place
 from .check_cancels import names_in_test
-from .check_model import called
-from .check_rules import OF_BATCH, line_in, method_of, of_same, pairs_of
-from .check_rules import said, users_own
+from .check_rules import OF_BATCH, called, clears_gradients, line_in
+from .check_rules import method_of, of_same, pairs_of, said, users_own
 from .own_steps import Unknown, named_by, optimizers, own_method, own_tree
 from ...loop.handlers import has_own_batch
 from ...loop.events import EVENTS
@@ -216,7 +215,8 @@ def gradients_on_the_way(scene):
         read = [o for o in nodes if getattr(o, 'attr', '') == 'grad' and ast.unparse(o.value) in wanted]
         if backward is None or not any(o.lineno >= backward.lineno for o in read): continue
         later = [o for o in nodes if o.lineno >= backward.lineno]
-        if any(map(_clears, later)) or any(o.arg == 'inputs' for o in backward.keywords): continue
+        is_cleared = any(clears_gradients(o, ('zero_grad', 'zero_')) for o in later)
+        if is_cleared or any(o.arg == 'inputs' for o in backward.keywords): continue
         told = dict(who=who, line=f'{file}:{backward.lineno}', name=ast.unparse(read[0].value))
         found.append(Finding('gradients_mixed', _ON_THE_WAY.format(**told), callback, spoils=True))
     return found
@@ -246,11 +246,6 @@ def _inputs(tree):
         if isinstance(node, ast.Assign) and 'requires_grad' in ast.unparse(node.value):
             found.add(ast.unparse(node.targets[0]))
     return found
-
-def _clears(node):
-    if called(node) in ('zero_grad', 'zero_'): return True
-    is_grad = isinstance(node, ast.Assign) and getattr(node.targets[0], 'attr', '') == 'grad'
-    return is_grad and getattr(node.value, 'value', 0) is None
 
 # %% ../../../nbs/inspection/source_rules/76_check_lasting.ipynb #434b28f0
 _LEFT_FOR = ('`one_batch` makes a step of `{opt}` with gradients that `{first}` has left there as well '

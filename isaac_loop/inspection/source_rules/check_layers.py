@@ -17,8 +17,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from ..source.method_source import function_of
-from .check_model import called
-from .check_rules import in_line, package_of, said
+from .check_rules import called, in_line, said
+from ...basics.packages import package_of
 from .own_sources import Source, forwards, model_of, read_along
 from .own_steps import own_method
 from ...loop.events import handler_of

@@ -9,8 +9,8 @@ __all__ = []
 import ast
 
 from .check_cancels import names_in_test
-from .check_model import called, own_losses
-from .check_rules import line_in, method_of, of_same, pairs_of, said
+from .check_model import own_losses
+from .check_rules import called, line_in, method_of, of_same, pairs_of, said
 from .check_writing import is_draw
 from ...loop.plan_checks import Finding
 

@@ -17,9 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ..source.method_source import function_node, function_of, place
-from .check_rules import asked_copies, call_alone, line_in, method_of
-from .check_rules import methods_of, said, users_own
+from .check_rules import TRAINING_ONLY, asked_copies, call_alone, called
+from .check_rules import line_in, method_of, methods_of, named_among, said
+from .check_rules import users_own
 from .own_steps import optimizers, own_method
+from ...basics.packages import package_of
 from ...loop.events import EVENTS, handler_of
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
@@ -61,11 +63,6 @@ def _gives(node, tree, module, what):
 
 def _is_of_self(node): return isinstance(node, ast.Attribute) and getattr(node.value, 'id', '') == 'self'
 
-def called(node):
-    "The name of what is called; empty for anything else"
-    f = getattr(node, 'func', None)
-    return getattr(f, 'attr', getattr(f, 'id', ''))
-
 # %% ../../../nbs/inspection/source_rules/28_check_model.ipynb #a7fc9ac5
 _TWICE = ('{where} ends with a {what}, and the loss function `{loss}` takes it once more, so the loss '
           'stays large and the gradients small. Let it give the numbers before the {what}.')
@@ -93,7 +90,7 @@ def _twice_outside(scene):
 def is_users_function(f):
     "Whether something is a function from outside of PyTorch and of this library"
     is_function = isinstance(f, FunctionType)
-    return is_function and (f.__module__ or '').partition('.')[0] not in ('torch', 'torcheval', 'isaac_loop')
+    return is_function and package_of(f) not in ('torch', 'torcheval', 'isaac_loop')
 
 def own_losses(scene):
     "Methods and functions of the user that compute a loss: the tree, what it knows, its place and its name"
@@ -192,10 +189,7 @@ def replaced_parts(scene):
 
 def _class_of(node, known):
     "The class of modules with weights that an expression makes; None for anything else"
-    if not isinstance(node, ast.Call): return None
-    first,*rest = ast.unparse(node.func).split('.')
-    made = known.get(first)
-    for name in rest: made = getattr(made, name, None)
+    made = named_among(node.func, known) if isinstance(node, ast.Call) else None
     has_weights = isinstance(made, type) and issubclass(made, nn.Module) and made is not nn.Identity
     return made if has_weights and made.__module__ not in _NO_WEIGHTS else None
 
@@ -238,7 +232,6 @@ def undone_modes(scene):
 _TRAINS = ('{who} calls `{what}.train()` ({line}) in validation as well, so it is measured with dropout '
            'and with the statistics of each batch. Set `on_valid = False`, or ask `if trainer.training`.')
 
-_NOT_IN_VALIDATION = EVENTS[EVENTS.index('before_backward'):EVENTS.index('cleanup_zero_grad')+1]
 _INSIDE = EVENTS[EVENTS.index('before_epoch'):EVENTS.index('after_epoch')]
 
 def training_mode_in_validation(scene):
@@ -247,7 +240,7 @@ def training_mode_in_validation(scene):
     found = []
     for entry in scene.entries:
         tree,trainer = method_of(entry)
-        if tree is None or entry.event not in _INSIDE or entry.event in _NOT_IN_VALIDATION: continue
+        if tree is None or entry.event not in _INSIDE or entry.event in TRAINING_ONLY: continue
         if not takes_part(entry.callback, entry.event, False) or 'asks training' in entry.found.does: continue
         calls = [o for o in map(call_alone, tree.body) if o is not None and not o.args and not o.keywords]
         node = next((o for o in calls if ast.unparse(o.func) == f'{trainer}.model.train'), None)

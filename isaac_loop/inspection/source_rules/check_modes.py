@@ -14,7 +14,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..source.method_source import function_node, function_of
 from .check_lasting import own_trees
-from .check_model import called, is_users_function
+from .check_model import is_users_function
+from .check_rules import called
 from .check_rules import OF_BATCH, line_in, method_of, of_same, pairs_of
 from .check_rules import said, users_own
 from ...loop.events import handler_of

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..source.method_source import function_node
 from ..source.read_branches import switches_graphs_off
 from .check_lasting import own_trees
-from .check_model import called, is_users_function, own_losses
-from .check_rules import line_in, method_of, pairs_of, said
+from .check_model import is_users_function, own_losses
+from .check_rules import called, line_in, method_of, pairs_of, said
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/source_rules/40_check_penalties.ipynb #ec277122

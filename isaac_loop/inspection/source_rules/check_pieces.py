@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/source_rules/48_check_pieces.ipynb #eb3322ef
 import ast
 
-from .check_model import called
+from .check_rules import called
 from .check_renamed import of_batch
 from .check_rules import taken_from
 from .own_sources import words_of

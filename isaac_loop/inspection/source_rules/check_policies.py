@@ -9,7 +9,7 @@ __all__ = []
 import ast, re
 from functools import partial
 
-from .check_model import called
+from .check_rules import called
 from .own_sources import Source, forwards, loss_sources
 from .own_sources import methods_by_name, read_along
 from ...loop.plan_checks import Finding

@@ -12,9 +12,10 @@ from collections import deque
 import torch
 from torch import nn
 
-from .check_model import called
+from .check_rules import called
 from .check_policies import sources_of
 from .own_sources import Source, forwards, methods_by_name, model_of
+from ...basics.packages import package_of
 from ...loop.plan_checks import Finding
 from ...state.random_numbers import undrawn
 
@@ -27,7 +28,7 @@ _ONCE = '__init__', 'before_fit', 'after_fit', 'log', 'cleanup_fit'
 
 def first_entries(scene):
     "Lists of hooks that are never emptied, and of which the first entry is read"
-    modules = [m for m in model_of(scene).modules() if type(m).__module__.partition('.')[0] != 'torch']
+    modules = [m for m in model_of(scene).modules() if package_of(type(m)) != 'torch']
     for holder in (*scene.trainer.callbacks, scene.trainer, *modules):
         methods = methods_by_name(type(holder))
         sources = [Source(f, holder) for f in methods.values()]
@@ -95,7 +96,7 @@ def _with_ones(kind, n):
     return lambda x: kind.apply(x, *[1.]*n)
 
 def _is_named_reversal(cls):
-    is_own = cls.__module__.partition('.')[0] != 'torch'
+    is_own = package_of(cls) != 'torch'
     return is_own and _REVERSAL.search(cls.__name__) and _OF_GRADIENT.search(cls.__name__)
 
 def _may_be_below_0(node, source):

@@ -10,7 +10,7 @@ import ast, inspect, re
 
 from torch import nn
 
-from .check_model import called
+from .check_rules import called
 from .check_rows_read import row_sources
 from .check_rules import pairs_of
 from .own_sources import Source, at_events, forwards, is_own, loss_sources

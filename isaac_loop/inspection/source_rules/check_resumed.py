@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..source.method_source import function_node
 from .check_habits import line_of, methods_in, own_callbacks
-from .check_model import called
-from .check_rules import package_of, pairs_of
+from .check_rules import called, pairs_of
+from ...basics.packages import package_of
 from .own_sources import model_of
 from ...loop.events import callback_name
 from ...loop.plan_checks import Finding

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..source.method_source import function_of
-from .check_model import called
+from .check_rules import called
 from .own_sources import Source, is_own, read_along
 from ...loop.plan_checks import Finding
 

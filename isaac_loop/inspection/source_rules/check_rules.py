@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from ...basics.checks import did_you_mean
+from ...basics.packages import is_ours, package_of
 from ..map_entries import all_entries
 from ..source.method_source import function_node, function_of
 from ...loop.handlers import TrainersOwn, has_own_batch
-from ...loop.left_out_bases import is_ours
 from ...loop.events import EVENTS, STEPS, callback_name, handler_of
 from ...loop.handlers import takes_part
 from ...loop.plan_checks import Finding
@@ -42,10 +42,9 @@ class Scene:
     def _validation(self, inside):
         "The entries of a validation pass, if there is one"
         if getattr(self.trainer.dls, 'valid', None) is None: return []
-        return [o for o in inside if _takes_part(o, False) and o.event not in _TRAINING_ONLY]
+        return [o for o in inside if _takes_part(o, False) and o.event not in TRAINING_ONLY]
 
-_TRAINING_ONLY = {event for name in ('backward', 'step', 'zero_grad')
-                  for event in (STEPS[name].before, name, STEPS[name].after, STEPS[name].cleanup)}
+TRAINING_ONLY = EVENTS[EVENTS.index('before_backward'):EVENTS.index('cleanup_zero_grad')+1]
 
 def _takes_part(entry, training):
     return entry.callback is None or takes_part(entry.callback, entry.event, training)
@@ -67,10 +66,6 @@ def learns_in_loops(scene):
     return any(o.unclear or parts & {*o.changes} or 'step' in o.calls or steps & o.runs for o in scene.loops)
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #846dec6c
-def package_of(x):
-    "Where a function or a class comes from; empty if that was made by `exec`"
-    return (getattr(x, '__module__', None) or '').partition('.')[0]
-
 def users_own(entry):
     "Whether a callback comes from outside of this library"
     kind = package_of(entry.callback) or package_of(type(entry.callback))
@@ -139,6 +134,36 @@ def call_alone(
     "The call that a statement consists of, of which nobody takes the result"
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     return node.value if is_call else None
+
+# %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #92619d5c
+def called(node):
+    "The name of what is called; empty for anything else"
+    f = getattr(node, 'func', None)
+    return getattr(f, 'attr', getattr(f, 'id', ''))
+
+def clears_gradients(
+    node, # Of a syntax tree
+    calls=('zero_grad',), # Names of what clears them
+)->bool:
+    "Whether a node is a call that clears gradients, or sets one to None"
+    if isinstance(node, ast.Call): return called(node) in calls
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    return any(getattr(o, 'attr', '') == 'grad' for o in targets) and getattr(node.value, 'value', 0) is None
+
+def bodies_in(tree):
+    "The lists of statements in a tree, one inside another"
+    parts = [getattr(part, name, None) for part in ast.walk(tree) for name in ('body', 'orelse')]
+    return [part for part in parts if isinstance(part, list)]
+
+def named_among(
+    node, # A name with dots, such as `torch.optim.SGD`
+    known, # By the first of its names
+): # None if nobody knows
+    "What an expression stands for, as far as names tell it"
+    first,*rest = ast.unparse(node).split('.')
+    found = known.get(first)
+    for name in rest: found = getattr(found, name, None)
+    return found
 
 # %% ../../../nbs/inspection/source_rules/02_check_rules.ipynb #76d621ee
 def said(entry): return f'`{entry.name}.{entry.loop or entry.event}`'

@@ -9,7 +9,8 @@ __all__ = []
 import ast
 
 from ..source.method_source import function_node
-from .check_model import called, is_users_function
+from .check_model import is_users_function
+from .check_rules import called
 from .check_rules import line_in, method_of, pairs_of, said, users_own
 from ...loop.plan_checks import Finding
 

@@ -9,9 +9,9 @@ __all__ = []
 import ast, re
 from functools import partial
 
-from .check_rules import OF_BATCH, happens, line_in, method_of, said
-from .check_rules import taken_from, users_own
-from ...loop.events import EVENTS, callback_name
+from .check_rules import OF_BATCH, TRAINING_ONLY, called, happens, line_in
+from .check_rules import method_of, said, taken_from, users_own
+from ...loop.events import callback_name
 from ...loop.handlers import takes_part
 from ...loop.passes import n_batches
 from ...loop.plan_checks import Finding
@@ -62,12 +62,10 @@ def _in_both(what, entry):
                                when=when)
     return Finding('schedule_twice', text, [entry.callback])
 
-_NOT_IN_VALIDATION = EVENTS[EVENTS.index('before_backward'):EVENTS.index('cleanup_zero_grad')+1]
-
 def _comes_twice(entry, what):
     "Whether an entry steps a schedule in both passes of an epoch"
     both = all(takes_part(entry.callback, entry.event, training) for training in (True, False))
-    asks = 'asks training' in entry.found.does or entry.event == 'log' or entry.event in _NOT_IN_VALIDATION
+    asks = 'asks training' in entry.found.does or entry.event == 'log' or entry.event in TRAINING_ONLY
     return both and not asks and ('does', f'schedules {what}') in entry.found.sure
 
 # %% ../../../nbs/inspection/source_rules/18_check_schedules.ipynb #b9e5b4f6
@@ -106,7 +104,7 @@ def _maker(scene, what, entry):
         for node in ast.walk(tree) if tree is not None else ():
             if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call): continue
             if not any(ast.unparse(target).partition('.')[2] == name for target in node.targets): continue
-            kind = getattr(node.value.func, 'attr', getattr(node.value.func, 'id', ''))
+            kind = called(node.value)
             length = _length(kind, node.value)
             gamma = next((o.value for o in node.value.keywords if o.arg == 'gamma'), None)
             decay = _number(gamma, None), _number(length, other.callback)
@@ -222,12 +220,8 @@ def _reckoned(node, tree):
         for made in sets: yield from _reckoned(made, tree)
     if isinstance(node, ast.BinOp): parts = [node.left, node.right]
     elif isinstance(node, ast.UnaryOp): parts = [node.operand]
-    else: parts = node.args if _function(node) in _KEEP_COUNT else []
+    else: parts = node.args if called(node) in _KEEP_COUNT else []
     for part in parts: yield from _reckoned(part, tree)
-
-def _function(node):
-    f = getattr(node, 'func', None)
-    return getattr(f, 'attr', getattr(f, 'id', ''))
 
 def _counts(factor, tree, scene, entry):
     "Whether a factor is a count, or a share of one"

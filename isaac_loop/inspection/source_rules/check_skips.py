@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
-from .check_model import called
+from .check_rules import called
 from .own_sources import forwards
 from ...loop.plan_checks import Finding
 

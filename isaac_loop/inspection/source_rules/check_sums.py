@@ -11,7 +11,8 @@ from types import FunctionType
 
 from ..source.method_source import function_node
 from .check_cancels import helpers_of, cancels_in
-from .check_rules import method_of, package_of, users_own
+from .check_rules import method_of, users_own
+from ...basics.packages import package_of
 from .own_steps import own_method, tree_at
 from ...loop.plan_checks import Finding
 

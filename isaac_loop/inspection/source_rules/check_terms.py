@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../../nbs/inspection/source_rules/58_check_terms.ipynb #ea3eaf0b
 import ast, re
 
-from .check_model import called
+from .check_rules import called
 from .check_policies import sources_of
 from .own_sources import at_events, loss_sources
 from ...loop.handlers import has_own_batch

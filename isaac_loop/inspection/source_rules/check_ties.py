@@ -10,7 +10,7 @@ import ast, re
 
 from torch import nn
 
-from .check_model import called
+from .check_rules import called
 from .check_renamed import of_batch
 from .own_sources import Source, forwards, is_own, loss_sources
 from ...loop.plan_checks import Finding

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .check_rules import package_of, without_partial
+from .check_rules import without_partial
+from ...basics.packages import package_of
 from .own_sources import forwards, loss_sources, model_of, outside, words_of
 from .own_sources import words_of_users
 from ...loop.plan_checks import Finding

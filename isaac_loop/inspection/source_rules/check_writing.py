@@ -11,7 +11,8 @@ from types import CodeType, FunctionType
 
 from ...basics.old_names import OF_TRAINER
 from ..source.method_source import function_node, function_of, place, to_follow
-from .check_rules import is_sure, line_in, method_of, package_of, said
+from .check_rules import is_sure, line_in, method_of, said
+from ...basics.packages import package_of
 from .check_rules import users_own
 from ...loop.handlers import has_own_batch
 from ...loop.events import STEPS, callback_name, handler_of

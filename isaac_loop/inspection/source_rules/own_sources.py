@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from ..source.method_source import function_node, function_of, place, to_follow
-from .check_rules import package_of, said
+from .check_rules import said
+from ...basics.packages import package_of
 from .own_steps import own_method
+from ...basics.cells import cells_of
 from ...loop.events import handler_of
 
 # %% ../../../nbs/inspection/source_rules/24_own_sources.ipynb #c5cb8f34
@@ -57,8 +59,7 @@ class Source:
 
 def outside(f):
     "What a function takes from outside"
-    cells = zip(f.__code__.co_freevars, f.__closure__ or ())
-    return f.__globals__ | {name: cell.cell_contents for name,cell in cells if cell != type(cell)()}
+    return f.__globals__ | cells_of(f)
 
 def words_of(code):
     "All names in the code of a function and of those within"

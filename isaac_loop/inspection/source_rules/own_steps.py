@@ -12,7 +12,8 @@ from types import FunctionType
 from torch.optim import Optimizer
 
 from ..source.method_source import function_node, function_of
-from .check_rules import method_of, package_of, pairs_of, without_partial
+from .check_rules import method_of, named_among, pairs_of, without_partial
+from ...basics.packages import package_of
 from ...loop.handlers import has_own_batch
 from ...loop.events import STEPS, handler_of
 from ...loop.handlers import TrainersOwn
@@ -71,10 +72,9 @@ def _made_in(f, own):
 def _is_optimizer_made(node, known):
     "Whether an expression is a call of an optimizer's class, or of the trainer's `opt_func`"
     if not isinstance(node, ast.Call): return False
-    first,*rest = ast.unparse(node.func).split('.')
-    made = known.get(first)
-    for name in rest: made = getattr(made, name, None)
-    return rest[-1:] == ['opt_func'] or isinstance(made, type) and issubclass(made, Optimizer)
+    if getattr(node.func, 'attr', '') == 'opt_func': return True
+    made = named_among(node.func, known)
+    return isinstance(made, type) and issubclass(made, Optimizer)
 
 # %% ../../../nbs/inspection/source_rules/20_own_steps.ipynb #324c6706
 class _Deed:
