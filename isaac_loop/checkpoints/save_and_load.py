@@ -18,7 +18,7 @@ from ..loop.monitor import mode_of
 from ..loop.ranks import here
 from ..state.hosts import opts_in
 from ..state.loaded_optimizers import of_opts
-from ..state.owners import OPT
+from ..state.owners import OPT, owners_of
 from ..state.run_checks import check_fits, check_is_run
 from ..state.putting_back import put_position, put_random, put_state
 from ..state.run_state import take_state
@@ -136,7 +136,7 @@ def _put_state(self:Trainer, weights, state):
     if is_new: self._note_state()
     try:
         # Callbacks begin anew with the next fit, as always; optimizers go on
-        own,left = of_opts(self._own_state._owners(self, None), state.get('own', {}))
+        own,left = of_opts(owners_of(self, self._own_state.loop), state.get('own', {}))
         put_state(self, weights, state | dict(callbacks={}, own=own))
         self._unloaded = [*left, *_told_opts(self, state['callbacks'])]
     finally:

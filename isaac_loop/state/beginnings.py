@@ -55,9 +55,7 @@ class Beginnings:
     def note(self,
         marker, # Of this moment
         owners:dict, # Pairs of an owner and its attributes, by name
-        changed, # Called with a name and attributes: names of what has changed
-        begin:dict, # Marks by name, from before `before_fit`
-        ready:dict, # And from after it
+        marks, # `OwnMarks` of this fit
         goes_on:bool=False, # Does this fit go on? What has come in the one before is no part of the beginning
     ):
         "Copy what has not changed, once in a fit"
@@ -67,10 +65,10 @@ class Beginnings:
         keeper = Keeper(marker.world, every=True)
         keeper.marker = marker
         for name,(owner,own) in new.items():
-            marks = [o[name] for o in (begin, ready) if name in o]
-            kept = self._of(name, owner, own, marks, goes_on)
-            for k in own.keys() - set(changed(marker, name, own)):
-                was = part_of(begin.get(name), k),part_of(ready.get(name), k)
+            both = [held[name] for held in (marks.begin, marks.ready) if name in held]
+            kept = self._of(name, owner, own, both, goes_on)
+            for k in own.keys() - set(marks.changed(marker, name, own)):
+                was = part_of(marks.begin.get(name), k),part_of(marks.ready.get(name), k)
                 kept.values[k] = marker.mark(own[k]),_copy(keeper, own[k], *was)
 
     def _of(self, name, owner, own, marks, goes_on):
@@ -115,15 +113,14 @@ def put_beginnings(
     marker, # Of this moment
     owners:dict, # As for `Beginnings.note`
     saved:dict, # What `OwnState.take` gave
-    ever:dict, # By name: what has changed in any fit
-    begin:dict, # Marks by name, from the beginning of this fit
+    marks, # As for `Beginnings.note`
 )->list: # Pairs of names of what is another one, and has no copy
     "Let what had not changed when a run was saved be as it was at the beginning"
     lost = []
     for name,(owner,own) in owners.items():
         here = saved.get(name, dict(state={}, settings={}))
         now = marker, name, owner, own
-        values,missing,came = first.since(*now, here, ever.get(name, ()), begin.get(name))
+        values,missing,came = first.since(*now, here, marks.ever.get(name, ()), marks.begin.get(name))
         putter.members(owner, from_plain(values), name or 'trainer')
         for k in came: vars(owner).pop(k, None)
         lost += [(name, k) for k in missing]

@@ -8,67 +8,36 @@ __all__ = []
 # %% ../../nbs/state/38_own_state.ipynb #be5e84b8
 import torch
 from fastcore.basics import patch
-from torch import nn, optim
+from torch import nn
 
-from ..loop.fitting import private_state
-from ..loop.shared_attributes import STATE
+from ..loop.fitting import OF_LOOP
 from ..loop.trainer import Trainer
-from .array_views import part_views
 from .beginnings import Beginnings, put_beginnings
-from .changed_values import ANEW, Keeper, Unkept, is_plain, value_in
-from .put_values import Putter
-from .filled_objects import Knower, is_numeric, is_still
-from .carried_values import frozen_in, iterators_in
-from .carried_values import warn_of_frozen, warn_of_iterators
+from .change_marks import Marker, attributes_of, part_of
 from .changed_data import ChangedData
-from .comings import Comings, owed
-from .errors import UnsaveableState
+from .comings import Comings
+from .filled_objects import Knower
+from .holders import is_beside
 from .hosts import Hosts
 from .loaded_optimizers import put_opts
-from .lost_words import tell_all, warn_of_awaited, warn_of_later, warn_of_lost, warn_of_met
-from .lost_words import warn_of_outside
-from .outside_variables import written_by
-from .change_marks import SIMPLE, Code, Mark, Marker, Same
-from .change_marks import attributes_of, is_iterator, is_outside, part_of
-from .holders import besides, holders, is_beside, may_be_state, unasked
-from .owners import World, add_generators_of, is_layer, is_part
-from .held_callables import keepers_in
-from .moments import is_read_in_training, set_in_each_batch, set_once
+from .lost_words import tell_all, warn_of_awaited, warn_of_later
+from .moments import is_read_in_training
 from .other_attributes import kinds_in, misfits
-from .owners import is_opt, of_other, others_of
+from .outside_variables import written_by
+from .own_marks import OwnMarks, marked
+from .owners import World, is_part, owners_of, trainer_of
 from .plain_state import from_plain, plain
-from .settings import differing, holds_numbers, is_noted, is_setting, looks_of, made_by
+from .put_values import Putter
+from .settings import differing
+from .taking import Taking, tell_of_lost
 
-# %% ../../nbs/state/38_own_state.ipynb #ba30cfe0
-def _is_fixed(x): return type(x) in SIMPLE or (type(x) is tuple and set(map(type, x)) <= SIMPLE)
-
-class _Simple:
-    "The marks of simple values, made when they are asked for: a model may have hundreds of layers"
-    def __init__(self, own): self.own = own
-    def part(self, k): return Marker(()).mark(self.own[k]) if k in self.own else None
-    def names(self): return self.own.keys()
-    def is_still(self, own):
-        try: return self.own == own
-        except Exception: return False # An object has come that cannot be compared
-
-def _marked(marker, own):
-    "The marks of some attributes"
-    if all(map(_is_fixed, own.values())): return _Simple(own)
-    return Mark(parts={k: marker.mark(o) for k,o in own.items()})
-
-# %% ../../nbs/state/38_own_state.ipynb #584a628e
-def _trainers_own(trainer, without):
-    "Attributes of a trainer that neither the loop writes nor `take_state` saves as a part"
-    kinds = (nn.Module, optim.Optimizer)
-    return {k: o for k,o in may_be_state(trainer, without).items() if not isinstance(o, kinds)}
+# %% ../../nbs/state/38_own_state.ipynb #22885dc8
+def _nothing(): return None
 
 def _may_be_another(name, kinds):
     "Whether to note with what an owner begins: a callback, or the trainer, in its first fit"
     is_elsewhere = is_part(name) or is_beside(name) or name.startswith(('dls', 'loss_func'))
     return not (is_elsewhere or name in kinds)
-
-# %% ../../nbs/state/38_own_state.ipynb #22885dc8
-def _nothing(): return None
 
 class OwnState:
     "What changes during a fit in callbacks that do not tell their state, and in the trainer"
@@ -80,49 +49,17 @@ class OwnState:
         former=None, # The one of the fit before
     ):
         self.loop = set(loop)
-        self.begin,self.ready = {},{} # Marks from before and after `before_fit`
-        self.back = {} # Marks of what was put back
+        self.marks = OwnMarks(former and former.marks)
         self.there = {} # By `id`, what these marks know and a resume may fill
         self.was_there = {} # Where tensors of optimizers lay after `before_fit`, by path
         self.outside = {} # By function and name, marks of variables that functions write outside of them
         self.told = former.told if former else set() # What was said to be lost
-        self.called = set(former.called) if former else set() # Functions that have come in the fits before
-        self.awaited = set() # Those of a saved run that nobody has set again
+        self.awaited = set() # Functions of a saved run that nobody has set again
         self.kinds = dict(former.kinds) if former else {} # Of values with which an owner began its first fit
-        ever = former.ever if former else {} # Names of what changed in any fit
-        self.ever = {name: set(names) for name,names in ever.items()}
         self.comings = Comings(trainer, former and former.comings)
         self.data = ChangedData(former and former.data)
         self.first = Beginnings(former and former.first) # What a fit may change after a save
         self.note(trainer)
-
-    def _owners(self, trainer, callbacks, layers=True):
-        "Attributes that may be state, by name; those of the trainer have no name"
-        found,everybody = {},[*owed(trainer), *trainer.callbacks]
-        asked = everybody if callbacks is None else callbacks
-        held = {id(cb): holders(cb) for cb in asked}
-        for cb in asked:
-            for name,(owner,without) in held[id(cb)].items():
-                another = owner is not cb and any(owner is o for o in everybody)
-                if without is True or owner is trainer or another: continue
-                found[name] = owner,may_be_state(owner, without)
-        if callbacks is not None:
-            others = {}
-            for cb in callbacks: add_generators_of(others, cb, held[id(cb)])
-            found |= {k: (o, of_other(k, o)) for k,o in others.items()}
-        else:
-            found[''] = self._own_of(trainer)
-            taken = {id(o) for o in [trainer, *everybody]}
-            others = {k: o for k,o in others_of(trainer, held).items() if id(o) not in taken}
-            if not layers: others = {k: o for k,o in others.items() if not (is_part(k) and is_layer(o))}
-            found |= {k: (o, of_other(k, o)) for k,o in others.items()}
-            for k,f in keepers_in({f'trainer.{k}': o for k,o in found[''][1].items()}).items():
-                if unasked(f) is not True: found[k] = f,may_be_state(f, unasked(f))
-        return found | besides(found)
-
-    def _own_of(self, trainer):
-        "The trainer, and its attributes that may be state"
-        return trainer, _trainers_own(trainer, self.loop | (unasked(trainer) or set()))
 
     def note(self,
         trainer, # With callbacks
@@ -130,9 +67,9 @@ class OwnState:
         ready:bool=False, # Has every `before_fit` run?
     ):
         "Remember what there is now"
-        marker,marks = Knower(World(trainer, self.loop)),self.ready if ready else self.begin
-        owners = self._owners(trainer, callbacks, layers=ready) # A script sets these before it fits
-        for name,(_,own) in owners.items(): marks[name] = _marked(marker, own)
+        marker,marks = Knower(World(trainer, self.loop)),self.marks.ready if ready else self.marks.begin
+        owners = owners_of(trainer, self.loop, callbacks, layers=ready) # A script sets these before it fits
+        for name,(_,own) in owners.items(): marks[name] = marked(marker, own)
         begun = {k: own for k,(_,own) in owners.items() if ready and _may_be_another(k, self.kinds)}
         self.kinds |= {k: kinds_in(own) for k,own in begun.items()}
         self.there |= marker.met
@@ -142,130 +79,10 @@ class OwnState:
         if callbacks is None: self.comings.begin(trainer)
         if callbacks is None and ready: self.data.begin(trainer)
 
-    def _changed(self, marker, name, own):
-        "Names of attributes of `own` that have been set or changed, in their order"
-        marks = self.ready if is_part(name) and name in self.ready else self.begin # Moved to a device
-        was,ever = marks.get(name),self.ever.get(name, set())
-        if isinstance(was, _Simple) and not ever and was.is_still(own): return []
-        return [k for k,o in own.items() if k in ever or was is None or was.part(k) != marker.mark(o)]
-
     def close(self, trainer):
         "Note what has changed in this fit, for the next ones"
-        marker,called = Marker(World(trainer, self.loop)),set()
-        for name,(_,own) in self._owners(trainer, None).items():
-            if is_part(name) and name not in self.ready: continue # The fit has not come as far
-            self.ever.setdefault(name, set()).update(self._changed(marker, name, own))
-            called |= {(name, k) for k in self._called(marker, name, own)}
-        self.called = called
+        self.marks.close(Marker(World(trainer, self.loop)), owners_of(trainer, self.loop))
         self.comings.close(trainer)
-
-# %% ../../nbs/state/38_own_state.ipynb #678e667b
-@patch
-def _warn_of_outside(self:OwnState, owners, marker):
-    "Name once what functions have written outside of them"
-    now,was = written_by({name: o for name,(o,_) in owners.items()}, marker),self.outside
-    new = [path for path,mark in now.items() if path not in self.told and was.get(path, mark) != mark]
-    self.told.update(new)
-    if new: warn_of_outside(new)
-
-@patch
-def _warn_of_carried(self:OwnState, trainer, owners, world):
-    "Name once what functions carry along and no checkpoint keeps"
-    in_pass = self.data.in_pass
-    running = [o for o in iterators_in(trainer, owners, in_pass) if o not in self.told]
-    frozen = [o for o in frozen_in(trainer, owners, world) if o not in self.told] if in_pass else []
-    self.told.update(running+frozen)
-    if running: warn_of_iterators(running)
-    if frozen: warn_of_frozen(frozen)
-
-# %% ../../nbs/state/38_own_state.ipynb #16e030b1
-def _noted(name, still, of_opt, world):
-    "Of what has not changed the settings, and how tensors look; data, model and loss are told elsewhere"
-    if name.startswith('dls') or is_beside(name) or (is_part(name) and not of_opt): return {},{}
-    return {k: x for k,x in still.items() if is_noted(x)}, looks_of(still, world)
-
-# %% ../../nbs/state/38_own_state.ipynb #16320b21
-def _exactly(state, name, copy):
-    "What can be saved of `state`, as plain data with its exact types, and the names of the rest"
-    try: return plain(state, name, copy, exact=True),[]
-    except UnsaveableState: odd = [k for k,x in state.items() if not is_plain(x)]
-    return plain({k: x for k,x in state.items() if k not in odd}, name, copy, exact=True),odd
-
-@patch
-def _kept(self:OwnState, keeper, name, own, also=()):
-    "What is kept of the attributes `own`, what is as it was, and names of what cannot be kept"
-    mark = keeper.marker.mark
-    begin,ready,back = (marks.get(name) for marks in (self.begin, self.ready, self.back))
-    changed,state,lost = {*also, *self._changed(keeper.marker, name, own)},{},[]
-    for k in [k for k in own if k in changed]:
-        try: state[k] = keeper.keep(own[k], part_of(begin, k), part_of(ready, k))
-        except Unkept as error:
-            if error.args: keeper.met[name, k] = error.args[0]
-            if part_of(ready, k) != mark(own[k]) or (keeper.every and holds_numbers(own[k])): lost.append(k)
-    still = {k: x for k,x in own.items() if k not in changed}
-    touched = {k for k in changed if mark(own[k]) not in (part_of(ready, k), part_of(back, k))}
-    made = {k for k in own if part_of(begin, k) != part_of(ready, k)}
-    bare = {k: value_in(x) for k,x in state.items() if x is not ANEW}
-    stays = lambda k,x: all(is_still(x, part_of(begin, k), made) for made in (None, part_of(ready, k)))
-    filled = {k for k,x in own.items() if is_numeric(x) and stays(k, x)} # Not what `before_fit` makes
-    parted,views = part_views(bare, own, touched, made, filled)
-    state = {k: state[k] if x is bare[k] else x for k,x in parted.items()}
-    return state, still, lost+views
-
-# %% ../../nbs/state/38_own_state.ipynb #7a00a3a5
-@patch
-def _is_as_made(self:OwnState, marker, name, k, x):
-    "Whether a simple value is still what `before_fit` made"
-    return is_setting(x) and part_of(self.ready.get(name), k) == marker.mark(x)
-
-@patch
-def _deleted(self:OwnState, trainer, name, owner, own):
-    "Names of attributes that a callback had, and has no more"
-    had = [k for marks in (self.begin, self.ready) if name in marks for k in marks[name].names()]
-    had += self.first.names(name, owner) # Deleted by a fit that broke off
-    gone = list(dict.fromkeys(k for k in had if k not in own))
-    return gone if gone and any(name in holders(cb) for cb in trainer.callbacks) else []
-
-# %% ../../nbs/state/38_own_state.ipynb #9a9391d7
-@patch
-def _called(self:OwnState, marker, name, own):
-    "Names of what is called and has come in the course of a fit"
-    ready = self.ready.get(name)
-    if ready is None: return [] # It has come itself
-    there = {k: x for k,x in own.items() if type(x) not in SIMPLE and id(x) not in marker.world}
-    return [k for k,x in there.items()
-            if _stands_outside(x) and self._has_come(name, k, part_of(ready, k), marker.mark(x))]
-
-def _stands_outside(x):
-    "As `is_outside`; what fails when it is asked is nothing that is called"
-    try: return is_outside(x)
-    except Exception: return False
-
-@patch
-def _has_come(self:OwnState, name, k, ready, now):
-    "Whether a value is called, and another than `before_fit` has left there"
-    if not isinstance(now.value, Code): return False
-    if ready is None or not isinstance(ready.value, Code): return True
-    if ready.who == now.who: return (name, k) in self.called
-    return (ready.value, ready.value.around) != (now.value, now.value.around)
-
-# %% ../../nbs/state/38_own_state.ipynb #d2596430
-@patch
-def _is_as_ready(self:OwnState, marker, owners, name, k):
-    "Whether a value is what stood there when the fit was ready, as what an optimizer has made"
-    return part_of(self.ready.get(name), k) == marker.mark(owners[name][1][k])
-
-@patch
-def _is_missed(self:OwnState, marker, name, k, x, of_opt):
-    "Whether to tell that a value is lost; of an optimizer also one that it was made with, if it is numbers"
-    if not of_opt: return not self._is_output(name, k, x)
-    return holds_numbers(x) or part_of(self.ready.get(name), k) != marker.mark(x)
-
-@patch
-def _is_output(self:OwnState, name, k, x):
-    "Whether a model has made another object in this fit, as for an output that is looked at later"
-    was = part_of(self.ready.get(name), k)
-    return is_part(name) and not (was and (was.who == Same(x) or isinstance(was.value, Code)))
 
 # %% ../../nbs/state/38_own_state.ipynb #5ec3ea6c
 @patch
@@ -276,51 +93,24 @@ def take(self:OwnState,
     every:bool=False, # Also what has not changed?
 )->dict: # Plain data, for `put`
     "The state that nobody tells, and the settings beside it"
-    keeper,owners = Keeper(World(trainer, self.loop)),self._owners(trainer, of)
-    if of is not None: owners[''] = self._own_of(trainer)
-    keeper.hosts,keeper.was_there = Hosts(trainer, owners),self.was_there
-    found,unkept = {},[]
-    for _,own in owners.values():
-        for x in own.values():
-            if type(x) not in SIMPLE: keeper.marker.part(x)
-    for name,(owner,own) in owners.items():
-        of_opt = is_opt(name, owner)
-        if is_part(name) and not (of_opt or self._changed(keeper.marker, name, own)): continue
-        also = own if every else made_by(owner, own) if of_opt else ()
-        keeper.every = of_opt # Also within what it has made
-        state,still,lost = self._kept(keeper, name, own, also)
-        keeper.every = False
-        state,refused = _exactly(state, name, copy)
-        settings,looks = _noted(name, still, of_opt, keeper.world)
-        made = [k for k in state if self._is_as_made(keeper.marker, name, k, own[k])]
-        called = self._called(keeper.marker, name, own)
-        lost += [k for k in called if k not in lost and set_once(trainer, k)]
-        more = dict(looks=looks, made=made, deleted=self._deleted(trainer, name, owner, own), called=called)
-        more['kinds'] = self.kinds.get(name) if state else None
-        more['there'] = [k for k in own if not (k in state or k in still)]
-        more['late'] = is_part(name) and is_layer(owner) and name not in self.ready
-        more = {k: o for k,o in more.items() if o}
-        if state or settings or more: found[name] = dict(state=state, settings=settings) | more
-        lost = [k for k in lost+refused if self._is_missed(keeper.marker, name, k, own[k], of_opt)]
-        lost = [k for k in lost if (name, k) not in self.told]
-        unkept += [(name, k) for k in lost if not set_in_each_batch(trainer, owner, k)]
-    if of is not None: return found
-    ties = plain(keeper.hosts.ties(), copy=copy)
-    if ties: found.setdefault('', dict(state={}, settings={}))['ties'] = ties
-    self.first.note(keeper.marker, owners, self._changed, self.begin, self.ready)
-    self.told.update(unkept)
-    met = {o: keeper.met[o] for o in unkept if o in keeper.met}
-    if met: warn_of_met(met)
-    running = [(name, k) for name,k in unkept if is_iterator(owners[name][1][k]) and not is_part(name)]
-    if running: warn_of_iterators(running)
-    unkept = [o for o in unkept if o not in met and o not in running]
-    if unkept: warn_of_lost(unkept, all(self._is_as_ready(keeper.marker, owners, *o) for o in unkept))
-    self._warn_of_outside(owners, keeper.marker)
-    self._warn_of_carried(trainer, owners, keeper.world)
+    owners = owners_of(trainer, self.loop, of)
+    if of is not None: owners[''] = trainer_of(trainer, self.loop)
+    taking = Taking(self, trainer, owners)
+    for name in owners: taking.take(name, copy, every)
+    if of is not None: return taking.found
+    ties = plain(taking.keeper.hosts.ties(), copy=copy)
+    if ties: taking.found.setdefault('', dict(state={}, settings={}))['ties'] = ties
+    self.first.note(taking.marker, owners, self.marks)
+    tell_of_lost(taking)
     self.data.look(trainer)
-    return found
+    return taking.found
 
 # %% ../../nbs/state/38_own_state.ipynb #7cfc7cbf
+def _is_untouched(marks, marker, name, k, x):
+    "Whether an attribute has what `before_fit` left there, or nothing"
+    was,now = part_of(marks.ready.get(name), k),marker.mark(x)
+    return was == now or (was is None and x is None)
+
 @patch
 def look_for_awaited(self:OwnState,
     trainer, # That goes on
@@ -328,33 +118,21 @@ def look_for_awaited(self:OwnState,
 ):
     "Which functions of the saved run are still to come"
     if not self.awaited: return
-    marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
+    marker,owners = Marker(World(trainer, self.loop)),owners_of(trainer, self.loop)
     found = {(name, k) for name,k in self.awaited
-             if name in owners and self._is_untouched(marker, name, k, owners[name][1].get(k))}
+             if name in owners and _is_untouched(self.marks, marker, name, k, owners[name][1].get(k))}
     lost = sorted(o for o in found if tell == 'all' or (tell and is_read_in_training(trainer, o[1])))
     self.awaited = set() if tell == 'all' else found - {*lost}
     if lost: warn_of_awaited(lost)
-
-@patch
-def _is_untouched(self:OwnState, marker, name, k, x):
-    "Whether an attribute has what `before_fit` left there, or nothing"
-    was,now = part_of(self.ready.get(name), k),marker.mark(x)
-    return was == now or (was is None and x is None)
 
 # %% ../../nbs/state/38_own_state.ipynb #a169c12e
 def _knows_its_place(trainer, name):
     "Whether an owner is none that reads for the training loader, or for one that goes on where it stood"
     return not name.startswith('dls.train') or hasattr(trainer.dls.train, 'load_state_dict')
 
-def _device_of(trainer):
+def device_of(trainer):
     params = trainer.model.parameters() if isinstance(trainer.model, nn.Module) else ()
     return next((p.device for p in params), torch.device('cpu'))
-
-@patch
-def _marks_now(self:OwnState, trainer):
-    "Marks of all attributes as they are"
-    marker = Marker(World(trainer, self.loop))
-    return {name: _marked(marker, own) for name,(_,own) in self._owners(trainer, None).items()}
 
 # %% ../../nbs/state/38_own_state.ipynb #8061450d
 @patch
@@ -366,14 +144,14 @@ def put(self:OwnState,
 ):
     "Put back what was taken"
     marker,differ,misfit = Marker(World(trainer, self.loop)),[],[]
-    owners = self._owners(trainer, None)
+    owners = owners_of(trainer, self.loop)
     hosts = Hosts(trainer, owners)
-    putter = Putter(_device_of(trainer), self.there, hosts)
+    putter = Putter(device_of(trainer), self.there, hosts)
     theirs = {name: pair for name,pair in owners.items()
               if name in saved and (between or _knows_its_place(trainer, name))}
     first = put_opts(putter, theirs, saved) # In them may lie what others hold
     for name,(owner,own) in theirs.items():
-        settings,changed = saved[name]['settings'],self._changed(marker, name, own)
+        settings,changed = saved[name]['settings'],self.marks.changed(marker, name, own)
         back = {k: o for k,o in settings.items() if k in changed}
         still = {k: o for k,o in own.items() if k not in changed}
         others = differing(name or 'trainer', saved[name], still, marker)
@@ -386,9 +164,10 @@ def put(self:OwnState,
         putter.members(owner, from_plain(state), name or 'trainer')
         for k in attributes_of(owner).keys() & saved[name].get('deleted', ()): delattr(owner, k)
     putter.lost += hosts.tie(saved.get('', {}).get('ties', ()))
-    self.back = self._marks_now(trainer)
+    marker = Marker(World(trainer, self.loop)) # What is there now has other marks
+    self.marks.back = {k: marked(marker, own) for k,(_,own) in owners_of(trainer, self.loop).items()}
     awaited = {(name, k) for name in saved if name in owners for k in saved[name].get('called', ())}
-    self.awaited = awaited-self.called # Those have come in this process
+    self.awaited = awaited-self.marks.called # Those have come in this process
     self.look_for_awaited(trainer)
     gone = [name for name in saved if name not in owners and saved[name]['state']]
     gone = [f'`{name}`' for name in gone if not saved[name].get('late')] # A layer comes when it is needed
@@ -403,21 +182,19 @@ def put_first(self:OwnState,
     between:bool=True, # As for `put`
 ):
     "Let what had not changed when the run was saved, and has since in this process, be as it was then"
-    marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
+    marker,owners = Marker(World(trainer, self.loop)),owners_of(trainer, self.loop)
     meant = {name: pair for name,pair in owners.items() if between or _knows_its_place(trainer, name)}
-    putter = Putter(_device_of(trainer), self.there)
-    lost = put_beginnings(self.first, putter, marker, meant, saved, self.ever, self.begin)
+    putter = Putter(device_of(trainer), self.there)
+    lost = put_beginnings(self.first, putter, marker, meant, saved, self.marks)
     if lost: warn_of_later(lost)
     self.data.look_back(trainer)
-    marker,owners = Marker(World(trainer, self.loop)),self._owners(trainer, None)
-    self.first.note(marker, owners, self._changed, self.begin, self.ready, goes_on=True)
+    marker = Marker(World(trainer, self.loop))
+    self.first.note(marker, owners_of(trainer, self.loop), self.marks, goes_on=True)
 
 # %% ../../nbs/state/38_own_state.ipynb #d6621263
-_OF_LOOP = {*STATE, *private_state(), 'plan', '_preds_at'} # The last is of `epoch_preds`
-
 @patch
 def _note_state(self:Trainer, callbacks=None, ready=False):
     "Remember what callbacks and subclass hold, so that a save can tell what has changed"
     if self._side_runs: return # Nothing is saved there
-    if callbacks is None and not ready: self._own_state = OwnState(self, _OF_LOOP, self._own_state)
+    if callbacks is None and not ready: self._own_state = OwnState(self, OF_LOOP, self._own_state)
     elif self._own_state is not None: self._own_state.note(self, callbacks, ready)

@@ -19,11 +19,12 @@ from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Subset
 from ..basics.tensors import OF_MODULES
 from .change_marks import SIMPLE, attributes_of, is_installed
 from .changed_values import of_optimizers
+from .comings import owed
 from .held_callables import FEW, OF_LAYERS, as_key, is_users
 from .held_callables import closed_over, keepers_in
 from ..data.generators import data_generators, held_generators, owners_in
 from ..data.random_generators import is_generator, is_seeds
-from .holders import besides, is_own, looked_at, may_be_state, unasked
+from .holders import besides, holders, is_own, looked_at, may_be_state, unasked
 from .trainer_parts import bare, opts_inside, parts_of, told_opt
 
 # %% ../../nbs/state/37_owners.ipynb #6494ba45
@@ -256,6 +257,51 @@ def _parts(trainer, model, loss_func):
     opts = parts_of(trainer, optim.Optimizer)
     own = {f'trainer.{k}': opt for k,opt in opts.items() if not is_installed(type(opt).__module__)}
     return found | own | _untold_opt(trainer)
+
+# %% ../../nbs/state/37_owners.ipynb #6add12e8
+def trainer_of(trainer, loop):
+    "The trainer, and its attributes that neither the loop writes nor `take_state` saves as a part"
+    kinds,own = (nn.Module, optim.Optimizer),may_be_state(trainer, loop | (unasked(trainer) or set()))
+    return trainer, {k: o for k,o in own.items() if not isinstance(o, kinds)}
+
+def _in_callbacks(trainer, callbacks, everybody, held):
+    "Callbacks, and what they hold that is owner of something; each where it is named first"
+    found = {}
+    for cb in callbacks:
+        for name,(owner,without) in held[id(cb)].items():
+            another = owner is not cb and any(owner is o for o in everybody)
+            if without is True or owner is trainer or another: continue
+            found[name] = owner,may_be_state(owner, without)
+    return found
+
+def _beside_callbacks(trainer, loop, everybody, held, layers):
+    "The trainer, and whoever takes part in a run beside callbacks"
+    found,taken = {'': trainer_of(trainer, loop)},{id(o) for o in [trainer, *everybody]}
+    others = {k: o for k,o in others_of(trainer, held).items() if id(o) not in taken}
+    if not layers: others = {k: o for k,o in others.items() if not (is_part(k) and is_layer(o))}
+    found |= {k: (o, of_other(k, o)) for k,o in others.items()}
+    for k,f in keepers_in({f'trainer.{k}': o for k,o in found[''][1].items()}).items():
+        if unasked(f) is not True: found[k] = f,may_be_state(f, unasked(f))
+    return found
+
+# %% ../../nbs/state/37_owners.ipynb #50facd06
+def owners_of(
+    trainer, # With callbacks
+    loop:set, # Names of its attributes that the loop writes
+    callbacks=None, # Some of them: only these, and generators that they hold; default: everybody
+    layers:bool=True, # Also layers of PyTorch?
+)->dict: # Pairs of an owner and its attributes that may be state, by name
+    "Who in a run may hold something that nobody tells"
+    everybody = [*owed(trainer), *trainer.callbacks]
+    asked = everybody if callbacks is None else callbacks
+    held = {id(cb): holders(cb) for cb in asked}
+    found = _in_callbacks(trainer, asked, everybody, held)
+    if callbacks is None: found |= _beside_callbacks(trainer, loop, everybody, held, layers)
+    else:
+        others = {}
+        for cb in callbacks: add_generators_of(others, cb, held[id(cb)])
+        found |= {k: (o, of_other(k, o)) for k,o in others.items()}
+    return found | besides(found)
 
 # %% ../../nbs/state/37_owners.ipynb #6232b92f
 def readers_of(

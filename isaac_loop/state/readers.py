@@ -11,10 +11,11 @@ from fastcore.basics import patch
 from isaac_loop.state.change_marks import Marker
 from isaac_loop.state.changed_values import Keeper
 from isaac_loop.state.put_values import Putter
-from isaac_loop.state.own_state import OwnState, _device_of, _exactly
+from isaac_loop.state.own_state import OwnState, device_of
 from isaac_loop.state.settings import is_setting
 from isaac_loop.state.owners import World, readers_of
 from isaac_loop.state.plain_state import from_plain
+from isaac_loop.state.taking import exactly, kept_of
 
 # %% ../../nbs/state/42_readers.ipynb #5d0a11c8
 @patch
@@ -23,7 +24,7 @@ def take_readers(self:OwnState,
 )->dict: # By name, for `put_readers`
     "All numbers of those who make the batches of a plain training loader, whether changed or not"
     keeper = Keeper(World(trainer, self.loop))
-    return {name: _exactly(self._kept(keeper, name, own, also=own)[0], name, copy=True)[0]
+    return {name: exactly(kept_of(self.marks, keeper, name, own, also=own)[0], name, copy=True)[0]
             for name,(_,own) in readers_of(trainer).items()}
 
 @patch
@@ -33,7 +34,7 @@ def put_readers(self:OwnState,
     names=None, # Simple values to put back, as pairs of a reader and a name; default: all. Generators always
 ):
     "Let those who make the batches have their numbers again"
-    putter = Putter(_device_of(trainer), self.there)
+    putter = Putter(device_of(trainer), self.there)
     for name,(owner,_) in readers_of(trainer).items():
         held = values.get(name, {}).items()
         meant = {k: x for k,x in held if names is None or (name, k) in names or not is_setting(x)}
