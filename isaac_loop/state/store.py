@@ -78,7 +78,7 @@ class CheckpointStore(CheckpointFolder):
             sweep(self.folder)
         except CheckpointFolderBusy: raise
         except OSError as error:
-            if self._lock: self._tidy()
+            if self._lock: _tidy(self.folder)
             self.close()
             why = 'it is a file' if self.folder.is_file() else error.strerror or error
             message = _UNUSABLE.format(self.folder, why)
@@ -89,25 +89,24 @@ class CheckpointStore(CheckpointFolder):
         if self._lock is not None: self._lock.release()
         self._lock = None
 
-    def _tidy(self):
-        "Clear away an attempt that failed, as far as possible: the next start does it too"
-        try: sweep(self.folder)
-        except OSError: pass
+def _tidy(folder):
+    "Clear away an attempt that failed, as far as possible: the next start does it too"
+    try: sweep(folder)
+    except OSError: pass
 
 # %% ../../nbs/state/80_store.ipynb #f830a030
 _CLOSED = 'The store of `{}` is {}, so nothing was written. Make a new `CheckpointStore`.'
 _GONE = ('`{}` and its checkpoints were deleted or replaced while the run was going on, '
          'so nothing was written. Put them back, or make a new `CheckpointStore`.')
 
-@patch
-def _check_open(self:CheckpointStore):
-    "Make sure that the folder is still ours"
-    if self.read_only or self._lock is None or self._lock.fd is None:
-        why = 'read-only' if self.read_only else 'closed'
-        raise CheckpointWriteFailed(_CLOSED.format(self.folder, why), self.folder)
-    try: same = os.path.samestat(os.stat(self.folder/'.lock'), os.fstat(self._lock.fd))
+def _check_open(store):
+    "Make sure that the folder is still that of the store"
+    if store.read_only or store._lock is None or store._lock.fd is None:
+        why = 'read-only' if store.read_only else 'closed'
+        raise CheckpointWriteFailed(_CLOSED.format(store.folder, why), store.folder)
+    try: same = os.path.samestat(os.stat(store.folder/'.lock'), os.fstat(store._lock.fd))
     except OSError: same = False
-    if not same: raise CheckpointWriteFailed(_GONE.format(self.folder), self.folder)
+    if not same: raise CheckpointWriteFailed(_GONE.format(store.folder), store.folder)
 
 # %% ../../nbs/state/80_store.ipynb #90021d3f
 _VERSIONS = {'isaac_loop': __version__, 'torch': torch.__version__, 'python': platform.python_version()}
@@ -127,12 +126,30 @@ def _score(name, x):
         raise UnsaveableState(f"metrics['{name}'] is {x!r:.60}; use a number.") from None
     return x if math.isfinite(x) else str(x)
 
-
-
-# %% ../../nbs/state/80_store.ipynb #09ef027f
+# %% ../../nbs/state/80_store.ipynb #e521e84e
 _NO_WEIGHTS = '`weights` is a {}, but weights are tensors by name, as in the `state_dict` of a model.'
 _UNMEASURED = 'The best checkpoint is chosen by `{}`, but the metrics are {}.{}'
 
+def _check_weights(weights):
+    "Refuse what is no `state_dict`"
+    if isinstance(weights, Mapping): return
+    hint = ' Pass its `state_dict()`.' if hasattr(weights, 'state_dict') else ''
+    raise UnsaveableState(_NO_WEIGHTS.format(type(weights).__name__) + hint)
+
+def _scores(metrics, monitor):
+    "The metrics for the manifest; if there are any, `monitor` is among them"
+    metrics = {str(k): _score(k, v) for k,v in metrics.items()}
+    if monitor and metrics and monitor not in metrics:
+        meant = did_you_mean(monitor, metrics)
+        raise LookupError(_UNMEASURED.format(monitor, list(metrics), meant))
+    return metrics
+
+def _about(run_id, counts, told):
+    "The fields of the manifest; its number and the files are known when it is written"
+    saved = datetime.now(timezone.utc).isoformat(timespec='seconds')
+    return dict(format=FORMAT, run_id=run_id, serial=None, **counts, **told, versions=_VERSIONS, saved=saved)
+
+# %% ../../nbs/state/80_store.ipynb #09ef027f
 @patch
 def save(self:CheckpointStore,
     weights:dict, # The model's `state_dict`
@@ -160,52 +177,31 @@ def prepare(self:CheckpointStore,
     copy:bool=True, # Copy what may change before it is written?
 ): # Function that writes the checkpoint, in any thread but before the next is prepared, and gives its folder
     "Everything about a checkpoint that needs no disk"
-    self._check_open()
+    _check_open(self)
     _check_weights(weights)
-    metrics = self._scores(metrics or {})
+    metrics = _scores(metrics or {}, self.monitor)
     counts = dict(step=_count('step', step), epoch=_count('epoch', epoch, True),
                   samples=_count('samples', samples, True), world_size=_count('world_size', world_size))
     numbers = {k: float(v) for k,v in metrics.items()} | {k: counts[k] for k in FIXED}
     name = fill_pattern(self.pattern, numbers)
     files = packing(weights, state, copy)
     told,size = _checked(dict(metrics=metrics, info=info or {}))
-    return partial(self._write, name, self._about(counts, told), size, files)
+    self.run_id = self.run_id or uuid.uuid4().hex[:12]
+    return partial(self._write, name, _about(self.run_id, counts, told), size, files)
 
 @patch
 def _write(self:CheckpointStore, name, fields, size, pack):
     "Write what is prepared"
     files = pack()
-    self._look()
+    self._known = self._scan(self._known)[0] # Only what is new or changed is read
     fields['serial'] = 1+max((o.serial for o in self._known), default=0)
     fields['files'] = {k: {'bytes': len(v), 'sha256': '0'*64} for k,v in files.items()}
     needed = math.ceil(1.2*(sum(map(len, files.values())) + size))
     files[MANIFEST_FILE] = _meanwhile(needed, _signed, fields, dict(files))
-    path = self._commit(name, fields['step'], needed, files)
+    path = _commit(self, name, fields['step'], needed, files)
     self._known = [*(o for o in self._known if o.path != path), Checkpoint(path, fields)]
-    self._note_and_drop()
+    _note_and_drop(self)
     return path
-
-def _check_weights(weights):
-    "Refuse what is no `state_dict`"
-    if isinstance(weights, Mapping): return
-    hint = ' Pass its `state_dict()`.' if hasattr(weights, 'state_dict') else ''
-    raise UnsaveableState(_NO_WEIGHTS.format(type(weights).__name__) + hint)
-
-@patch
-def _scores(self:CheckpointStore, metrics):
-    "The metrics for the manifest; if there are any, `monitor` is among them"
-    metrics = {str(k): _score(k, v) for k,v in metrics.items()}
-    if self.monitor and metrics and self.monitor not in metrics:
-        meant = did_you_mean(self.monitor, metrics)
-        raise LookupError(_UNMEASURED.format(self.monitor, list(metrics), meant))
-    return metrics
-
-@patch
-def _about(self:CheckpointStore, counts, told):
-    "The fields of the manifest; its number and the files are known when it is written"
-    self.run_id = self.run_id or uuid.uuid4().hex[:12]
-    return dict(format=FORMAT, run_id=self.run_id, serial=None, **counts, **told, versions=_VERSIONS,
-                saved=datetime.now(timezone.utc).isoformat(timespec='seconds'))
 
 # %% ../../nbs/state/80_store.ipynb #1fcc2b6a
 _NO_MANIFEST = ('`info` or `metrics` cannot be kept in a manifest: {}. '
@@ -240,33 +236,31 @@ _NOT_WRITTEN = ('The checkpoint `{}` could not be written: {}; it wants {:,} byt
                 '{}.')
 _TOO_LARGE = 'raise the limit on the size of files, as by `ulimit -f`'
 
-@patch
-def _commit(self:CheckpointStore, name, step, needed, files):
+def _commit(store, name, step, needed, files):
     "Put `files` on the disk as one checkpoint"
-    free,target = None,self.folder/name
+    free,target = None,store.folder/name
     try:
-        free = shutil.disk_usage(self.folder).free
+        free = shutil.disk_usage(store.folder).free
         if free < needed: raise OSError(28, 'there is not enough room')
-        target = self._target(name, step)
-        put_whole(self.folder, name, target, files)
+        target = _target(store, name, step)
+        put_whole(store.folder, name, target, files)
     except BaseException as error:
-        self._tidy()
+        _tidy(store.folder)
         if not isinstance(error, OSError): raise
-        if isinstance(error, FileNotFoundError): self._check_open() # Is the whole folder gone?
+        if isinstance(error, FileNotFoundError): _check_open(store) # Is the whole folder gone?
         room = 'an unknown number' if free is None else f'{free:,}'
         cure = _TOO_LARGE if error.errno == errno.EFBIG else 'make room, or choose another folder'
         message = _NOT_WRITTEN.format(target, error.strerror or error, needed, room, cure)
         raise CheckpointWriteFailed(message, target, needed, free) from error
     return target
 
-@patch
-def _target(self:CheckpointStore, name, step):
+def _target(store, name, step):
     "Where to put a checkpoint: only the same step of the same run is replaced, else another name is found"
     for n in itertools.count(1):
-        path = self.folder/(name if n == 1 else f'{name}-{n}')
+        path = store.folder/(name if n == 1 else f'{name}-{n}')
         if not os.path.lexists(path): return path
         found = whole_checkpoint(path)
-        if found is not None and (found.run_id, found.step) == (self.run_id, step): return path
+        if found is not None and (found.run_id, found.step) == (store.run_id, step): return path
 
 # %% ../../nbs/state/80_store.ipynb #915f53c0
 @patch
@@ -289,37 +283,27 @@ _NO_HINT = ('The checkpoint is written, but `{}` is left as it is, because this 
 _NOT_DELETED = ('`{}` is not deleted, because it holds {}, which this library did not write. '
                 'Move that elsewhere, or delete the folder by hand.')
 
-@patch
-def _note_and_drop(self:CheckpointStore):
+def _note_and_drop(store):
     "Renew the hints and delete what need not be kept"
     try:
-        found = [o for o in self._known if o.run_id == self.run_id]
-        drop = self.droppable(found)
+        found = [o for o in store._known if o.run_id == store.run_id]
+        drop = store.droppable(found)
         left = [o for o in found if o not in drop]
-        self._hint('last.json', *left[-1:])
-        self._hint('best.json', *self.ranked(left)[:1])
-        for checkpoint in drop: self._drop(checkpoint)
-        sweep(self.folder)
-    except OSError as error: warn(_UNTIDY.format(self.folder, error))
+        _hint(store.folder/'last.json', *left[-1:])
+        _hint(store.folder/'best.json', *store.ranked(left)[:1])
+        for checkpoint in drop: _drop(checkpoint)
+        sweep(store.folder)
+    except OSError as error: warn(_UNTIDY.format(store.folder, error))
 
-@patch
-def _look(self:CheckpointStore):
-    "See which checkpoints there are; only those that are new or changed are read"
-    self._known = self._scan(self._known)[0]
-
-@patch
-def _hint(self:CheckpointStore, name, found=None):
+def _hint(path, found=None):
     "Say in a small file which checkpoint is meant, for people and scripts; no decision rests on it"
-    path = self.folder/name
     there = read_hint(path) if os.path.lexists(path) else {}
-    if there is None:
-        return warn(_NO_HINT.format(path, path.stem))
+    if there is None: return warn(_NO_HINT.format(path, path.stem))
     if found is None: return os.unlink(path) if os.path.lexists(path) else None
     about = {'path': found.path.name, 'step': found.step, 'metrics': found.manifest['metrics']}
-    if there != about: put_hint(self.folder, name, about)
+    if there != about: put_hint(path.parent, path.name, about)
 
-@patch
-def _drop(self:CheckpointStore, found):
+def _drop(found):
     "Delete one checkpoint, unless somebody put something of their own into it"
     odd = sorted(set(os.listdir(found.path)) - set(FILES))
     if odd: return warn(_NOT_DELETED.format(found.path, odd[:3]))
