@@ -8,8 +8,6 @@ __all__ = ['BlackBoxCB']
 # %% ../../nbs/inspection/55_black_box.ipynb #cc303b99
 import math, re
 
-from fastcore.basics import patch
-
 from ..basics.checks import check_count, check_flag, local_path, warn
 from ..basics.settings import show_settings
 from ..basics.tables import Table
@@ -52,19 +50,19 @@ class BlackBoxCB:
         self._below = f'process-{rank}' if rank else ''
         self.kept,self._on = None,True
         trainer._black_box = self
-        trainer.epochs = self._epochs(trainer, trainer.epochs)
+        trainer.epochs = _epochs(self, trainer, trainer.epochs)
 
     def before_epoch(self, trainer):
         "Keep the batches of this pass as the loop gets them"
-        trainer.batches = self._batches(trainer, trainer.batches)
+        trainer.batches = _batches(self, trainer, trainer.batches)
 
     def cleanup_epoch(self, trainer):
         "Note how the pass has ended"
-        self._try(self._end_pass, trainer)
+        _try(self, _end_pass, trainer)
 
     def cleanup_fit(self, trainer):
         "Note how the run has ended, and write it down if it has failed and a folder was given"
-        self._try(self._end_fit, trainer)
+        _try(self, _end_fit, trainer)
         self._on,self._pass = False,None
 
     @property
@@ -73,120 +71,108 @@ class BlackBoxCB:
         return batch_table(self.kept.passes if self.kept else [])
 
 # %% ../../nbs/inspection/55_black_box.ipynb #617bcb0a
-@patch
-def _epochs(self:BlackBoxCB, trainer, epochs):
+def _epochs(box, trainer, epochs):
     "Hand on `epochs`; copy the run before the first, and before others that no training pass has done it for"
     for epoch in epochs:
-        self._try(self._begin_epoch, trainer, epoch)
+        _try(box, _begin_epoch, trainer, epoch)
         yield epoch
 
-@patch
-def _batches(self:BlackBoxCB, trainer, batches):
+def _batches(box, trainer, batches):
     "Hand on `batches`, and keep each"
     __tracebackhide__ = True # It only passes on
     rest,number = iter(batches),trainer.start_batch
     while True:
-        self._place = 'loader'
+        box._place = 'loader'
         try: batch = next(rest)
         except StopIteration: break
-        self._try(self._begin_batch, trainer, number, batch)
-        self._place = 'batch'
+        _try(box, _begin_batch, trainer, number, batch)
+        box._place = 'batch'
         yield batch
-        self._try(self._end_batch, trainer)
+        _try(box, _end_batch, trainer)
         number += 1
-    self._place = 'between'
-    self._try(self._note_end, trainer)
+    box._place = 'between'
+    _try(box, _note_end, trainer)
 
 # %% ../../nbs/inspection/55_black_box.ipynb #70396f67
 _NO_COPY = ('`BlackBoxCB` could not copy the run ({}), so there is nothing to replay at present. Training '
             'goes on, and a copy is tried again after {} batches.')
 
-@patch
-def _try(self:BlackBoxCB, f, *args):
+def _try(box, f, *args):
     "Call `f`, unless nothing is kept any more; warn if it fails"
-    if not self._on: return
-    try: f(*args)
+    if not box._on: return
+    try: f(box, *args)
     except Exception as error:
-        self.kept,self._pass,self._wait = None,None,self.n
+        box.kept,box._pass,box._wait = None,None,box.n
         notes = ''.join(f'; {note}' for note in getattr(error, '__notes__', ()))
-        message = _NO_COPY.format(f'{type(error).__name__}: {error}{notes}', self.n)
-        if message not in self._told: warn(message)
-        self._told.add(message)
+        message = _NO_COPY.format(f'{type(error).__name__}: {error}{notes}', box.n)
+        if message not in box._told: warn(message)
+        box._told.add(message)
 
 # %% ../../nbs/inspection/55_black_box.ipynb #26924217
-@patch
-def _copy(self:BlackBoxCB, trainer, epoch, number=None):
+def _copy(box, trainer, epoch, number=None):
     "Begin anew here"
-    self.kept = begin_kept(trainer, epoch, number, self._train)
-    self._pass = None
+    box.kept = begin_kept(trainer, epoch, number, box._train)
+    box._pass = None
 
-@patch
-def _begin_epoch(self:BlackBoxCB, trainer, epoch):
-    if self.kept is None and not self._wait: self._copy(trainer, epoch)
-    elif self.kept is not None and not self.kept.train and len(all_kept(self.kept)) >= self.n:
-        self._look(trainer)
-        if self._on: self._copy(trainer, epoch)
+def _begin_epoch(box, trainer, epoch):
+    if box.kept is None and not box._wait: _copy(box, trainer, epoch)
+    elif box.kept is not None and not box.kept.train and len(all_kept(box.kept)) >= box.n:
+        _look(box, trainer)
+        if box._on: _copy(box, trainer, epoch)
 
-@patch
-def _wants_copy(self:BlackBoxCB, trainer, number):
+def _wants_copy(box, trainer, number):
     "Whether the run is to be copied before this batch of a training pass"
-    if self.kept is None: self._wait -= 1
-    if self.kept is None: return self._wait <= 0
+    if box.kept is None: box._wait -= 1
+    if box.kept is None: return box._wait <= 0
     goes_on = number > 0 and number == trainer.start_batch
-    return goes_on or len(all_kept(self.kept)) >= self.n
+    return goes_on or len(all_kept(box.kept)) >= box.n
 
-@patch
-def _open_pass(self:BlackBoxCB, trainer):
+def _open_pass(box, trainer):
     "What is kept of the pass that is under way"
-    if self._train is None: self._train = self.kept.train = trainer.training
-    if self._pass is None:
-        self._pass = KeptPass(trainer.epoch, trainer.training, trainer.n_batches)
-        self.kept.passes.append(self._pass)
-    return self._pass
+    if box._train is None: box._train = box.kept.train = trainer.training
+    if box._pass is None:
+        box._pass = KeptPass(trainer.epoch, trainer.training, trainer.n_batches)
+        box.kept.passes.append(box._pass)
+    return box._pass
 
 # %% ../../nbs/inspection/55_black_box.ipynb #27e875d7
-@patch
-def _begin_batch(self:BlackBoxCB, trainer, number, batch):
+def _begin_batch(box, trainer, number, batch):
     "Keep `batch`; before that, copy the run or forget the beginning of a validation pass, if it is time"
-    if trainer.training and self._wants_copy(trainer, number):
-        if self.kept is not None: self._look(trainer)
-        if self._on: self._copy(trainer, trainer.epoch, number)
-    elif not trainer.training and self._pass is not None and len(self._pass.batches) >= self.n:
-        self._look(trainer, weights=False) # There may be others in the model
-        if self._on: self._pass.parts,self._pass.batches = take_seen(trainer),[]
-    if self.kept is None or not self._on: return
-    kept = KeptBatch(number, copied_or_same(batch, self._told), random_state())
-    self._open_pass(trainer).batches.append(kept)
+    if trainer.training and _wants_copy(box, trainer, number):
+        if box.kept is not None: _look(box, trainer)
+        if box._on: _copy(box, trainer, trainer.epoch, number)
+    elif not trainer.training and box._pass is not None and len(box._pass.batches) >= box.n:
+        _look(box, trainer, weights=False) # There may be others in the model
+        if box._on: box._pass.parts,box._pass.batches = take_seen(trainer),[]
+    if box.kept is None or not box._on: return
+    kept = KeptBatch(number, copied_or_same(batch, box._told), random_state())
+    _open_pass(box, trainer).batches.append(kept)
 
-@patch
-def _end_batch(self:BlackBoxCB, trainer):
+def _end_batch(box, trainer):
     "Note the loss"
-    if self._pass is not None and self._pass.batches: self._pass.batches[-1].loss = loss_now(trainer)
+    if box._pass is not None and box._pass.batches: box._pass.batches[-1].loss = loss_now(trainer)
 
-@patch
-def _note_end(self:BlackBoxCB, trainer):
+def _note_end(box, trainer):
     "Note the random numbers after the last batch"
-    if self._pass is not None: self._pass.end = random_state()
+    if box._pass is not None: box._pass.end = random_state()
 
 # %% ../../nbs/inspection/55_black_box.ipynb #9672c2d3
-@patch
-def _end_pass(self:BlackBoxCB, trainer):
+def _end_pass(box, trainer):
     "Note the last loss; a pass that failed before its first batch is kept, too"
-    if self.kept is None: return
-    self._open_pass(trainer)
-    if self._place == 'batch': self._end_batch(trainer)
-    if _error_of(trainer) is None: self._place = 'between'
-    self._pass = None
+    if box.kept is None: return
+    _open_pass(box, trainer)
+    if box._place == 'batch': _end_batch(box, trainer)
+    if _error_of(trainer) is None: box._place = 'between'
+    box._pass = None
 
-@patch
-def _end_fit(self:BlackBoxCB, trainer):
+def _end_fit(box, trainer):
     "Note what has failed"
-    if self.kept is None: return
+    if box.kept is None: return
     error = _error_of(trainer)
-    if error is None: return self._look(trainer)
+    if error is None: return _look(box, trainer)
     text = f'{type(error).__name__}: {error}'
-    self.kept.failure = dict(what='error', where=self._place, text=text, by=_raised_by(error))
-    self._write()
+    box.kept.failure = dict(what='error', where=box._place, text=text, by=_raised_by(error))
+    _write(box)
 
 def _error_of(trainer):
     "The error that has ended a span; None for a cancel and Ctrl-C"
@@ -204,22 +190,20 @@ _FOUND = ('`BlackBoxCB`: {}. It keeps that batch and those before it, and nothin
 _NOT_WRITTEN = ('`BlackBoxCB` could not write what it has kept to `{}` ({}). In this process '
                 '`trainer.replay()` works all the same.')
 
-@patch
-def _look(self:BlackBoxCB, trainer, weights=True):
+def _look(box, trainer, weights=True):
     "Keep the first batch that was not finite, and those before it, for good"
-    found = broken_at(trainer, self.kept, weights) if self.nonfinite else None
+    found = broken_at(trainer, box.kept, weights) if box.nonfinite else None
     if found is None: return
-    end_at(self.kept, found.pop('kept'))
-    self.kept.failure,self._on = found,False
+    end_at(box.kept, found.pop('kept'))
+    box.kept.failure,box._on = found,False
     warn(_FOUND.format(found['text']))
-    self._write()
+    _write(box)
 
-@patch
-def _write(self:BlackBoxCB):
+def _write(box):
     "Write what is kept, if a folder was given"
-    if self.folder is None: return
-    try: write_run(self.kept, self.folder/self._below)
-    except (UnsaveableState, OSError) as error: warn(_NOT_WRITTEN.format(self.folder, error))
+    if box.folder is None: return
+    try: write_run(box.kept, box.folder/box._below)
+    except (UnsaveableState, OSError) as error: warn(_NOT_WRITTEN.format(box.folder, error))
 
 # %% ../../nbs/inspection/55_black_box.ipynb #3c6038e4
 _NOBODY = ('There is no `BlackBoxCB` among the callbacks of this trainer, so nothing was kept. Add one '

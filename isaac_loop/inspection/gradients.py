@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 
 import torch
+from fastcore.basics import patch
 
 from ..basics.output import say
 from ..basics.settings import show_settings
@@ -130,60 +131,51 @@ class GradientStatsCB:
         together = torch.stack([o.to(norms[0].device) for o in norms])
         self._total.add(torch.linalg.vector_norm(together), place)
 
-# %% ../../nbs/inspection/40_gradients.ipynb #96767fb7
-from fastcore.basics import patch
+    def cleanup_epoch(self, trainer):
+        "Write the norms of this pass"
+        if not trainer.training or not len(self._total): return
+        for stats in self.stats.values():
+            if trainer.epoch in stats.counts: stats.counts[trainer.epoch] = stats.counts[trainer.epoch].cpu()
+        if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
+        norms,batches = self._total.read().tolist(),self._total.columns['batch']
+        self._total = DeviceRecord() # The next pass may be left before it has begun here
+        trainer.history.write_batches(True, batches, **{self.column: norms})
+        trainer.history.write(**{self.column: math.fsum(norms)/len(norms)})
 
-@patch
-def cleanup_epoch(self:GradientStatsCB, trainer):
-    "Write the norms of this pass"
-    if not trainer.training or not len(self._total): return
-    for stats in self.stats.values():
-        if trainer.epoch in stats.counts: stats.counts[trainer.epoch] = stats.counts[trainer.epoch].cpu()
-    if not isinstance(trainer.exception, (type(None), CancelException, KeyboardInterrupt)): return
-    norms,batches = self._total.read().tolist(),self._total.columns['batch']
-    self._total = DeviceRecord() # The next pass may be left before it has begun here
-    trainer.history.write_batches(True, batches, **{self.column: norms})
-    trainer.history.write(**{self.column: math.fsum(norms)/len(norms)})
+    def columns(self, trainer)->list: # Names
+        "The columns that this callback will write into the history"
+        return [self.column]
 
-@patch
-def columns(self:GradientStatsCB, trainer)->list: # Names
-    "The columns that this callback will write into the history"
-    return [self.column]
+    def log(self, trainer):
+        "Print the table of this epoch, if asked to"
+        if self.show and trainer.ranks.is_main and any(map(len, self.stats.values())): self._log(self.table())
 
-@patch
-def log(self:GradientStatsCB, trainer):
-    "Print the table of this epoch, if asked to"
-    if self.show and trainer.ranks.is_main and any(map(len, self.stats.values())): self._log(self.table())
-
-@patch
-def _log(self:GradientStatsCB, table): say(table)
+    def _log(self, table): say(table)
 
 # %% ../../nbs/inspection/40_gradients.ipynb #21c39246
 def _first_of(record, now):
     "As many values of `record` are from before fit and epoch `now`"
     return bisect_left(range(len(record)), now, key=lambda i: record.place(i)[:2])
 
-@patch
-def _kept(self:GradientStats, now):
+def _kept_of(stats, now):
     "What was added since fit and epoch `now` began"
-    return self.record.state_dict(_first_of(self.record, now)) | dict(counts=self.counts.get(now[1]))
+    return stats.record.state_dict(_first_of(stats.record, now)) | dict(counts=stats.counts.get(now[1]))
 
-@patch
-def _go_on(self:GradientStats, kept, now):
+def _go_on(stats, kept, now):
     "Let what was kept take the place of all since `now`"
     values,counts,n = torch.as_tensor(kept['values']),kept.get('counts'),len(_COLUMNS)
     has_histograms = values.ndim == 2 and values.shape[1] > n # Earlier versions had one for each update
     if has_histograms: values,counts = values[:,:n],values[:,n:].sum(0).long()
-    self.record.load_state_dict({**kept, 'values': values}, _first_of(self.record, now))
-    self.counts = {epoch: o for epoch,o in self.counts.items() if epoch < now[1]}
-    if counts is not None: self.counts[now[1]] = counts
+    stats.record.load_state_dict({**kept, 'values': values}, _first_of(stats.record, now))
+    stats.counts = {epoch: o for epoch,o in stats.counts.items() if epoch < now[1]}
+    if counts is not None: stats.counts[now[1]] = counts
 
 # %% ../../nbs/inspection/40_gradients.ipynb #33a69d75
 @patch
 def state_dict(self:GradientStatsCB)->dict: # Tensors
     "The gradients of a pass that is under way"
     now = self._total.place(-1)[:2] if len(self._total) else None
-    stats = {name: o._kept(now) for name,o in self.stats.items()} if now else {}
+    stats = {name: _kept_of(o, now) for name,o in self.stats.items()} if now else {}
     return dict(now=now, total=self._total.state_dict(), stats=stats)
 
 @patch
@@ -195,7 +187,7 @@ def load_state_dict(self:GradientStatsCB,
     if state['now'] is None: return
     self._total.load_state_dict(state['total'])
     for name,kept in state['stats'].items():
-        if name in self.stats: self.stats[name]._go_on(kept, tuple(state['now']))
+        if name in self.stats: _go_on(self.stats[name], kept, tuple(state['now']))
 
 # %% ../../nbs/inspection/40_gradients.ipynb #bcc3b6bd
 @patch(as_prop=True)

@@ -28,7 +28,7 @@ def _road(entries, attribute):
         return does | ({'if': entry.condition(attribute)} if says else {}) | dict(where=entry.where)
     return [row(entry) for entry in entries]
 
-# %% ../../nbs/inspection/13_loop_map.ipynb #c7a2adc0
+# %% ../../nbs/inspection/13_loop_map.ipynb #03b69a22
 _FEW = 4
 _AT_PLACES = '`{name}` at {n} places, which `trainer.map().unclear` lists'
 
@@ -43,13 +43,6 @@ def in_words(
     return '; '.join(found)
 
 # %% ../../nbs/inspection/13_loop_map.ipynb #108dbc5f
-_UNKNOWN = ('Nobody reads or writes `trainer.{name}` here.{hint} `trainer.map()` shows what is touched, and '
-            '`state_table()` says what there is.')
-
-_UNSURE = ('Whether somebody reads or writes `trainer.{name}` here cannot be known, since no source tells '
-           'all of what these do: {unclear}.{hint}{how}')
-_WATCH = ' `trainer.map({name!r}, observe=True)` watches one batch of each pass.'
-
 class LoopMap:
     "What every callback reads, writes and changes of a trainer, event by event"
     def __init__(self,
@@ -62,12 +55,7 @@ class LoopMap:
         self.observed,self.said = observed,said
         known = {name: None for entry in entries for kind in KINDS for name in getattr(entry.found, kind)}
         self.attributes = list(known) # All that is touched
-        if attribute is None or attribute in known: return
-        others = {*known, *STATE} - {attribute} # It may be known, and nobody be there who touches it
-        hint = '' if attribute in STATE else did_you_mean(attribute, others)
-        if not self.unclear: raise LookupError(_UNKNOWN.format(name=attribute, hint=hint))
-        told = dict(unclear=in_words(self.unclear), how=_WATCH.format(name=attribute)*(observed is None))
-        raise LookupError(_UNSURE.format(name=attribute, hint=hint, **told))
+        if attribute is not None and attribute not in known: _refuse(self)
 
     @property
     def unclear(self):
@@ -89,52 +77,60 @@ class LoopMap:
         if self.attribute is None: return Table(rows, columns)
         return Table(_road(self.shown, self.attribute))
 
-    def __str__(self): return '\n\n'.join([str(self.table()), *self._doubts()])
+    def __str__(self): return '\n\n'.join([str(self.table()), *_doubts(self)])
     __repr__ = __str__
+
+    def to_markdown(self)->str:
+        "The table of the map as Markdown"
+        return '\n\n'.join([self.table().to_markdown(), *_doubts(self)])
+
+    def to_svg(self)->str:
+        "The picture of the map, which fits light and dark pages"
+        return diagram(self.entries, self.attribute)
+
+    def to_html(self)->str:
+        "The picture, with the table below"
+        lines = [text.replace('In parentheses', 'Fainter') for text in _doubts(self)]
+        doubts = [f'<p style="font-size:85%">{escaped(text)}</p>' for text in lines]
+        return '\n'.join([self.to_svg(), html_table(self.shown, self.attribute), *doubts])
+
+    def _repr_markdown_(self): return self.to_markdown()
+    def _repr_html_(self): return self.to_html()
+
+# %% ../../nbs/inspection/13_loop_map.ipynb #53ecbdf1
+_UNKNOWN = ('Nobody reads or writes `trainer.{name}` here.{hint} `trainer.map()` shows what is touched, and '
+            '`state_table()` says what there is.')
+
+_UNSURE = ('Whether somebody reads or writes `trainer.{name}` here cannot be known, since no source tells '
+           'all of what these do: {unclear}.{hint}{how}')
+_WATCH = ' `trainer.map({name!r}, observe=True)` watches one batch of each pass.'
+
+def _refuse(map):
+    "Say that nobody is seen to touch the attribute; it may be known, and nobody be there who touches it"
+    name,others = map.attribute,{*map.attributes, *STATE} - {map.attribute}
+    hint = '' if name in STATE else did_you_mean(name, others)
+    if not map.unclear: raise LookupError(_UNKNOWN.format(name=name, hint=hint))
+    told = dict(unclear=in_words(map.unclear), how=_WATCH.format(name=name)*(map.observed is None))
+    raise LookupError(_UNSURE.format(name=name, hint=hint, **told))
 
 # %% ../../nbs/inspection/13_loop_map.ipynb #21c05e17
 _PARENTHESES = 'In parentheses: under a condition only.'
 _NO_SOURCE = 'What these do beyond that, no source tells: {}.'
 _SEEN = 'Seen in one batch of each pass beyond what the source tells, and added here: {}.'
 
-@patch
-def _doubts(self:LoopMap):
+def _doubts(map):
     "Lines about what could not be followed, and what was seen"
-    lines = [*self.said] + ([_PARENTHESES] if self._has_conditions() else [])
-    if self.unclear: lines.append(_NO_SOURCE.format(in_words(self.unclear)))
-    if self.observed is not None: lines.append(_SEEN.format('; '.join(self.observed) or 'nothing'))
+    lines = [*map.said] + ([_PARENTHESES] if _has_conditions(map) else [])
+    if map.unclear: lines.append(_NO_SOURCE.format(in_words(map.unclear)))
+    if map.observed is not None: lines.append(_SEEN.format('; '.join(map.observed) or 'nothing'))
     return lines
 
-@patch
-def _has_conditions(self:LoopMap):
+def _has_conditions(map):
     "Whether something that is shown stands in parentheses"
     def texts(entry): return [text for kind in KINDS for text in entry.names(kind)]
-    if self.attribute is None: told = [text for entry in self.shown for text in texts(entry)]
-    else: told = [entry.does_to(self.attribute) for entry in self.shown]
+    if map.attribute is None: told = [text for entry in map.shown for text in texts(entry)]
+    else: told = [entry.does_to(map.attribute) for entry in map.shown]
     return any('(' in text for text in told)
-
-# %% ../../nbs/inspection/13_loop_map.ipynb #a122a55b
-@patch
-def to_markdown(self:LoopMap)->str:
-    "The table of the map as Markdown"
-    return '\n\n'.join([self.table().to_markdown(), *self._doubts()])
-
-@patch
-def to_svg(self:LoopMap)->str:
-    "The picture of the map, which fits light and dark pages"
-    return diagram(self.entries, self.attribute)
-
-@patch
-def to_html(self:LoopMap)->str:
-    "The picture, with the table below"
-    lines = [text.replace('In parentheses', 'Fainter') for text in self._doubts()]
-    doubts = [f'<p style="font-size:85%">{escaped(text)}</p>' for text in lines]
-    return '\n'.join([self.to_svg(), html_table(self.shown, self.attribute), *doubts])
-
-@patch
-def _repr_markdown_(self:LoopMap): return self.to_markdown()
-@patch
-def _repr_html_(self:LoopMap): return self.to_html()
 
 # %% ../../nbs/inspection/13_loop_map.ipynb #79ce13eb
 _ENDING = '`{path}` ends in {ending!r}, and a map is written as {known}. Use one of these.'

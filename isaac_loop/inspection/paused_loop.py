@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #9bfab720
 from contextlib import contextmanager
+from functools import partial
 from threading import current_thread
 
 from fastcore.basics import patch
@@ -135,55 +136,51 @@ def watch(self:PausedLoop, call, trainer, run):
     try: run()
     except CancelException as error: raised = error
     try:
-        if self._stops(call, raised): self._pause((call, raised, begun))
+        if _stops(self, call, raised): _pause(self, (call, raised, begun))
         else: self.passed = True
         if raised is not None: raise raised
     finally: raised = None # It holds this frame, and this frame would hold it
 
-@patch
-def _stops(self:PausedLoop, call, raised):
-    return self.leaving is None and not _in_backward() and self.stops.after(call, raised)
+def _stops(loop, call, raised):
+    return loop.leaving is None and not _in_backward() and loop.stops.after(call, raised)
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #b0e6bd5b
-@patch
-def _pause(self:PausedLoop, found):
+def _pause(loop, found):
     "Give the turn to whoever walks, and go on when it comes back"
     __tracebackhide__ = True
-    self.signals.deafen_as_loop()
-    handlers,error = self.back.switch(found)
+    loop.signals.deafen_as_loop()
+    handlers,error = loop.back.switch(found)
     found = None
-    self.signals.hear_as_loop(handlers)
-    in_fit = any(span.name == 'fit' for span in self.trainer.plan.spans)
-    if error is not None and (in_fit or error is not self.leaving): raise error
+    loop.signals.hear_as_loop(handlers)
+    in_fit = any(span.name == 'fit' for span in loop.trainer.plan.spans)
+    if error is not None and (in_fit or error is not loop.leaving): raise error
 
-@patch
-def _run(self:PausedLoop, handlers, _):
+def _run(loop, handlers, _):
     "The loop's side, from its beginning to its end"
     try:
-        self.signals.hear_as_loop(handlers)
-        with changed_plan(self.trainer, self): self.fit()
+        loop.signals.hear_as_loop(handlers)
+        with changed_plan(loop.trainer, loop): loop.fit()
         return Ended(None)
     except BaseException as error:
         error.__traceback__ = error.__traceback__.tb_next # Without this function
         return Ended(error) # And in no variable of it, since the frames of the error lead here
-    finally: self.signals.deafen_as_loop()
+    finally: loop.signals.deafen_as_loop()
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #8a0d5c47
-@patch
-def _turn(self:PausedLoop, handlers, error):
+def _turn(loop, handlers, error):
     "Change sides, and back again"
-    new,self.seen,self.passed = self.state == 'new',look(self.trainer),False
-    if new: (self.loop,self.current),self.thread = stack_for(self._run),current_thread()
-    self.back = self.loop.parent = self.current()
-    self.mine.take()
+    new,loop.seen,loop.passed = loop.state == 'new',look(loop.trainer),False
+    if new: (loop.loop,loop.current),loop.thread = stack_for(partial(_run, loop)),current_thread()
+    loop.back = loop.loop.parent = loop.current()
+    loop.mine.take()
     try:
-        (self.mine if new else self.its).put() # It begins in the modes of whoever walks
-        self.state = 'running'
-        try: found = self.loop.switch(handlers, error)
+        (loop.mine if new else loop.its).put() # It begins in the modes of whoever walks
+        loop.state = 'running'
+        try: found = loop.loop.switch(handlers, error)
         except BaseException as e: found = Ended(e) # Between two sides
-        self.its.take()
-        return self._end(found) if isinstance(found, Ended) else self._moment(*found)
-    finally: self.mine.put()
+        loop.its.take()
+        return loop._end(found) if isinstance(found, Ended) else loop._moment(*found)
+    finally: loop.mine.put()
 
 # %% ../../nbs/inspection/28_paused_loop.ipynb #f140c8f0
 _STOP_ITERATION = ('The loop raised `StopIteration`, which would end a `for` without a word. Look for a '
@@ -198,7 +195,7 @@ def go_on(self:PausedLoop,
     if self.state == 'over': return None
     _check_turn(self)
     handlers = self.signals.deafen()
-    try: found = self._turn(handlers, error)
+    try: found = _turn(self, handlers, error)
     finally: self.signals.hear(handlers)
     if isinstance(found, Moment): return found
     try:

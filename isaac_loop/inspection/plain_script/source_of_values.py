@@ -58,7 +58,7 @@ class Sources:
         if type(value) is deque: return self._call('deque', deque, [list(value), value.maxlen], {})
         if type(value) is defaultdict:
             return self._call('defaultdict', defaultdict, [value.default_factory, dict(value)], {})
-        return self._made_anew(value)
+        return _made_anew(self, value)
 
     def _listed(self, value):
         parts = ', '.join(map(self.of, value)) + ','*(isinstance(value, tuple) and len(value) == 1)
@@ -80,7 +80,7 @@ class Sources:
         found = address(value) if callable(value) else None
         if found: return self._import(found[1] if name == '<lambda>' else name, value, *found)
         if not self.may_write(value, id(value)): raise NoSource(f'`{name}` has other owners')
-        if isinstance(value, (FunctionType, type)): return self._define(name, value)
+        if isinstance(value, (FunctionType, type)): return _define(self, name, value)
         is_foreign = callable(value) and hasattr(value, '__name__')
         if is_foreign: raise NoSource(f'`{name}` is not written in Python')
         text = self.of(value)
@@ -111,51 +111,47 @@ class Sources:
 from fastcore.basics import patch
 
 # %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #9a66f9b7
-@patch
-def _define(self:Sources, name, f):
+def _define(sources, name, f):
     "Write the source of a function or a class"
     tree = source_of(f)
-    if isinstance(tree, ast.Lambda): return self._with_outside(tree, f, name)
+    if isinstance(tree, ast.Lambda): return _with_outside(sources, tree, f, name)
     if isinstance(f, FunctionType) and has_state(tree, f): raise NoSource(f'`{name}` keeps something')
     changed = changed_member(tree, f) if isinstance(f, type) else None
     if changed: raise NoSource(f'the `{changed}` of `{name}` may not be what its source would make')
-    changed = changed_outside(tree, f) or self._changed_owner(tree, f)
+    changed = changed_outside(tree, f) or _changed_owner(sources, tree, f)
     if changed: raise NotAlone(f'`{name}` changes `{changed[0]}`, a variable around it')
-    new = self.names.new(name if name.isidentifier() else tree.name)
-    self._brought[id(f)] = new,f # It may call itself
+    new = sources.names.new(name if name.isidentifier() else tree.name)
+    sources._brought[id(f)] = new,f # It may call itself
     tree.name = new
-    try: text = self._with_outside(tree, f, name)
+    try: text = _with_outside(sources, tree, f, name)
     except Exception:
-        del self._brought[id(f)]
+        del sources._brought[id(f)]
         raise
-    return self._remember(new, f, lambda name: text)
+    return sources._remember(new, f, lambda name: text)
 
-@patch
-def _changed_owner(self:Sources, tree, f):
+def _changed_owner(sources, tree, f):
     "Attributes that a function sets of a class for which the script has variables"
     def is_set(node): return isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
     nodes = [o for o in ast.walk(tree) if is_set(o) and isinstance(o.value, ast.Name)]
     names = {o.value.id for o in nodes} - bound_names(tree)
-    kinds = {name for name in names if self._known(name, f) in self.with_variables}
+    kinds = {name for name in names if _known(sources, name, f) in sources.with_variables}
     return [ast.unparse(o) for o in nodes if o.value.id in kinds]
 
-@patch
-def _known(self:Sources, name, f):
+def _known(sources, name, f):
     try: found = value_of(name, written_function(f))
     except (LookupError, ValueError): return None
     return found if isinstance(found, type) else None
 
 # %% ../../../nbs/inspection/plain_script/03_source_of_values.ipynb #ee6f9f99
-@patch
-def _with_outside(self:Sources, tree, f, name):
+def _with_outside(sources, tree, f, name):
     "The source, when all that `f` needs has been brought"
-    defaults = self._take_defaults(tree, f, name)
+    defaults = _take_defaults(sources, tree, f, name)
     renamed,own = {},bound_by([o for o in ast.walk(tree) if o is not tree]) # Its own name may be a new one
     for wanted in sorted(loaded_names(tree)-own):
         try: value = value_of(wanted, written_function(f))
         except (LookupError, ValueError):
             raise NoSource(f'`{name}` uses `{wanted}`, which cannot be found') from None
-        try: renamed[wanted] = self.bring(wanted, value)
+        try: renamed[wanted] = sources.bring(wanted, value)
         except NoSource as e: raise NoSource(f'`{name}` uses `{wanted}`: {e}') from None
         if renamed[wanted] in own - {wanted}: raise NoSource(f'`{name}` has a variable `{renamed[wanted]}`')
     for node in ast.walk(tree):
@@ -186,8 +182,7 @@ def _called_within(function, known=frozenset()):
     defaults = filter(None, [*function.args.defaults, *function.args.kw_defaults])
     return [o for o in defaults if loaded_names(o) & bound_names(function) - known]
 
-@patch
-def _take_defaults(self:Sources, tree, f, name):
+def _take_defaults(sources, tree, f, name):
     "Write defaults as what they are now: the list of each, its place there, and its text for later"
     functions = [o for o in ast.walk(tree) if isinstance(o, (ast.FunctionDef, ast.Lambda))]
     for inner in functions:
@@ -199,7 +194,7 @@ def _take_defaults(self:Sources, tree, f, name):
     held = {id(node): (name, value) for name,node,value in defaults_of(tree, written_function(f))}
     places = [(nodes, i) for nodes in (tree.args.defaults, tree.args.kw_defaults) for i in range(len(nodes))]
     places = [(nodes, i) for nodes,i in places if id(nodes[i]) in held and not is_literal(nodes[i])]
-    found = [(nodes, i, self.default(*reversed(held[id(nodes[i])]))) for nodes,i in places]
+    found = [(nodes, i, sources.default(*reversed(held[id(nodes[i])]))) for nodes,i in places]
     for nodes,i in places: nodes[i] = ast.Constant(None) # So that names in it are not looked for
     return found
 
@@ -213,7 +208,7 @@ def function(self:Sources,
     if not is_lambda(f): return self.bring(f.__name__, f)
     if id(f) in self._brought: return self._brought[id(f)][0]
     tree = source_of(f)
-    text = self._with_outside(tree, f, wish)
+    text = _with_outside(self, tree, f, wish)
     tree = ast.parse(text, mode='eval').body
     name = self.names.new(wish)
     define = ast.FunctionDef(name, tree.args, [ast.Return(tree.body)], [], lineno=0)
@@ -262,15 +257,14 @@ def metric(self:Sources,
     value, # A metric, which is reset before it is used
 )->str: # An expression; a `NoSource` if there is none
     "The call that makes a metric like `value` after a reset"
-    return self._made_anew(value, _fresh(value))
+    return _made_anew(self, value, _fresh(value))
 
-@patch
-def _made_anew(self:Sources, value, wanted=None):
+def _made_anew(sources, value, wanted=None):
     "The call that makes an object like `value`, or like the one that is `wanted`"
     kind = type(value)
     arguments = _arguments(value, value if wanted is None else wanted)
     if arguments is None: raise NoSource(f'an object of class `{kind.__name__}` has no source')
-    return self._call(kind.__name__, kind, [], arguments)
+    return sources._call(kind.__name__, kind, [], arguments)
 
 def _fresh(value):
     "A copy, reset if it can be"
