@@ -66,11 +66,11 @@ class Trainer(ByName):
         callbacks=None, # Callbacks for this fit only
         train=True, # Run the training passes?
         valid=True, # Run the validation passes?
-        keep_opt=False, # Go on with the last optimizer? What had `lr` gets it anew, groups keep their ratio
+        keep_opt=False, # Go on with the last optimizer? Its rate becomes `lr`, and groups keep their ratios
         **unknown # Any other name is an error
     ):
         "Train and validate for `n_epochs`; callbacks do all the work"
-        outer = self._fitting # In a fit inside another, which is refused, that one
+        outer = self._fitting # Of the fit that runs already, if one does: a second one inside it is refused
         try:
             n_epochs = advice.check_fit(self, n_epochs, lr, train, valid, keep_opt, unknown)
             with one_fit(self, n_epochs, lr, callbacks, train, keep_opt): self._fit(train, valid)

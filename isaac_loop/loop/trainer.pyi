@@ -180,7 +180,7 @@ class Trainer:
         callbacks: Callbacks for this fit only
         train: Run the training passes?
         valid: Run the validation passes?
-        keep_opt: Go on with the last optimizer? What had `lr` gets it anew, groups keep their ratio
+        keep_opt: Go on with the last optimizer? Its rate becomes `lr`, and groups keep their ratios
         """
 
     def get_preds(
@@ -563,7 +563,7 @@ class Trainer:
         callbacks: Callbacks for this fit only
         train: Run the training passes?
         valid: Run the validation passes?
-        keep_opt: Go on with the last optimizer? What had `lr` gets it anew, groups keep their ratio
+        keep_opt: Go on with the last optimizer? Its rate becomes `lr`, and groups keep their ratios
         Returns: An iterator of moments
         """
 
