@@ -45,9 +45,9 @@ def trainer_parts(seed=0):
 
 @pytest.fixture(scope="module")
 def momentum_trainer():
-    "`MomentumTrainer`, exactly as the tutorial writes it"
+    "`TrackedTrainer`, exactly as the tutorial writes it"
     cells = json.loads(TUTORIAL.read_text())["cells"]
-    source = next(text for o in cells if "class MomentumTrainer(Trainer)" in (text := "".join(o["source"])))
+    source = next(text for o in cells if "class TrackedTrainer(Trainer)" in (text := "".join(o["source"])))
     names = dict(
         Trainer=Trainer,
         init_delegates=init_delegates,
@@ -56,7 +56,7 @@ def momentum_trainer():
         TrackingCB=TrackingCB,
     )
     exec(source.split("\n\n")[0], names)
-    return names["MomentumTrainer"]
+    return names["TrackedTrainer"]
 
 
 # `subclassing_method`
