@@ -45,12 +45,12 @@ def _found(targets):
 
 # %% ../../nbs/show/62_batches.ipynb #f951dc8f
 _NO_NAME = ('A target of the batch is {label!r}, for which `classes` has no name: it has {names}. Give each '
-            'class a name, in the order of their numbers or by number.')
+            'class a name, in a list in the order of their numbers, or in a dict such as `{{0: "cat"}}`.')
 _NO_LABELS = ('`classes` has names for targets, and the targets are {found}: there is not one for each '
               'image. Leave out `classes`, or let the loader give numbers.')
 
-_NO_CLASSES = ('`classes` is {classes!r}, which has no names. Give each class a name, in the order of their '
-               'numbers or by number.')
+_NO_CLASSES = ('`classes` is {classes!r}, which has no names. Give each class a name, in a list in the order '
+               'of their numbers, or in a dict such as `{{0: "cat"}}`.')
 
 def _titles(targets, classes, known):
     "A text for each image; none if a target is more than a number or a word"
@@ -79,7 +79,7 @@ _NO_IMAGES = ('The first input of the batch is {found}, which is no batch of ima
 def show_batch(self:DataLoaders,
     n:int=9, # How many images at most
     train_dataset:bool=True, # From the training loader, or else from the one for validation?
-    classes=None, # Names of the classes, as a list or by target; default: those of a `ClassLabel` of the data
+    classes=None, # Names of the classes: a list, or a dict from target to name; default: of a `ClassLabel`
     nrows:int=None, # Rows of images; default: as square as it can be, or wider
     imsize:float=1.2, # Width and height of one image, in inches
 ): # Array of axes, (rows, columns)
