@@ -16,6 +16,26 @@ from ..loop.events import EVENTS, handler_of
 from .foreign_callback import ForeignCB, title_of
 from .foreign_trainer import Facade
 
+# %% ../../nbs/interop/10_adapters.ipynb #6596a131
+def adapt(
+    callback, # Of another library: an object, its class, a function named after an event, or a plain callable
+    name:str=None, # What it is called on our trainer; default: the name of its class or function
+    order:float=None, # Place in our order; default: that of the protocol, or its own `execution_order`
+    test_step:int=50, # For a plain callable: batches between two refreshes of its measures
+): # One of our callbacks
+    "Make one of our callbacks from one of pytorch-accelerated, AIToolbox, NeMo 0.x or Sonosco, unmodified"
+    check_count(test_step, 'test_step', 'batches are counted')
+    if isinstance(callback, ForeignCB): raise TypeError(_ADAPTED.format(name=callback.name))
+    if isinstance(callback, type): callback = _made(callback)
+    name = name or title_of(callback)
+    callback = _with_events(callback)
+    kind = _kind_of(callback)
+    _warn_of_misspelt(callback, kind)
+    settings = dict(test_step=test_step) if kind.protocol == 'Sonosco' else {}
+    return kind(callback, name, kind.order_of(callback) if order is None else order, **settings)
+
+_ADAPTED = '`{name}` has been adapted already. Give it to the trainer as it is.'
+
 # %% ../../nbs/interop/10_adapters.ipynb #d18eb83c
 @cache
 def _adapters():
@@ -84,26 +104,6 @@ def _made(cls):
     "An object of a class that needs no arguments"
     try: return cls()
     except TypeError as e: raise TypeError(_NEEDS_ARGUMENTS.format(name=cls.__name__, error=e)) from None
-
-# %% ../../nbs/interop/10_adapters.ipynb #6596a131
-def adapt(
-    callback, # Of another library: an object, its class, a function named after an event, or a plain callable
-    name:str=None, # What it is called on our trainer; default: the name of its class or function
-    order:float=None, # Place in our order; default: that of the protocol, or its own `execution_order`
-    test_step:int=50, # For a plain callable: batches between two refreshes of its measures
-): # One of our callbacks
-    "Make one of our callbacks from one of pytorch-accelerated, AIToolbox, NeMo 0.x or Sonosco, unmodified"
-    check_count(test_step, 'test_step', 'batches are counted')
-    if isinstance(callback, ForeignCB): raise TypeError(_ADAPTED.format(name=callback.name))
-    if isinstance(callback, type): callback = _made(callback)
-    name = name or title_of(callback)
-    callback = _with_events(callback)
-    kind = _kind_of(callback)
-    _warn_of_misspelt(callback, kind)
-    settings = dict(test_step=test_step) if kind.protocol == 'Sonosco' else {}
-    return kind(callback, name, kind.order_of(callback) if order is None else order, **settings)
-
-_ADAPTED = '`{name}` has been adapted already. Give it to the trainer as it is.'
 
 # %% ../../nbs/interop/10_adapters.ipynb #60bfa1e3
 @patch

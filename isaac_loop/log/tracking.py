@@ -21,77 +21,6 @@ from .row_files import CSVRunFolders, JSONRows, SQLiteRows, file_errors
 from .run_facts import ENDED, described, outcome_of, settings, source_of
 from ..loop.events import Order, callback_name
 
-# %% ../../nbs/log/35_tracking.ipynb #506d781b
-_ROWS = dict.fromkeys(['.sqlite', '.sqlite3', '.db'], SQLiteRows) | {'.jsonl': JSONRows, '': CSVRunFolders}
-_NO_KIND = ("`path` ends in '{suffix}', which does not say how to keep rows. "
-            "Use a file that ends in `.sqlite`, `.db` or `.jsonl`, or a folder for CSV.{hint}")
-_HINTS = {'.csv': ' The tables have different columns, so CSV wants a folder: leave `.csv` away.',
-          '.json': ' Rows are appended, so JSON wants lines: `.jsonl`.'}
-
-def _rows_at(path):
-    "How rows are kept at such a path"
-    kind = CSVRunFolders if path.is_dir() else _ROWS.get(path.suffix)
-    if kind is None: raise ValueError(_NO_KIND.format(suffix=path.suffix, hint=_HINTS.get(path.suffix, '')))
-    return kind(path)
-
-# %% ../../nbs/log/35_tracking.ipynb #f214e56f
-_TABLES = 'fit_stats','epoch_stats','batch_stats','fit_ends'
-_NO_PLACE = ('`TrackingCB` cannot write to {path} ({error}), so nothing of this run would be kept. '
-             'Choose a `path` where you may write; a file there must be of the kind that its name says.')
-_NOT_WRITTEN = ('`TrackingCB` could not write ({kind}: {error}). Training goes on; the rows are still in '
-                '`epoch_stats` and `batch_stats`, and will be tried again after the next epoch of this fit.')
-
-class RunTables:
-    "The log that `TrackingCB` writes: four tables in a file or a folder, which get their rows in blocks"
-    def __init__(self, path): self.path,self.file,self.obsolete = path,_rows_at(path),set()
-
-    def start(self, run):
-        "Write the row of a fit, or say why that cannot be done"
-        self.obsolete = set()
-        try: self.row([run], 0, 'fit_stats')
-        except file_errors() as e: raise OSError(_NO_PLACE.format(path=self.path, error=e)) from e
-
-    def row(self, values, step, table):
-        "Append a block of rows; before that, those of obsolete runs go"
-        for run in sorted(self.obsolete):
-            self.file.drop(run, lambda table, step: table not in _TABLES)
-            self.obsolete.remove(run)
-        self.file.append(table, list(values))
-
-    def has_ended(self, run, fit):
-        "Whether the file says that this fit of `run` came to its end"
-        try: ends = [row for _,row in self.file.read(run, 'fit_ends')]
-        except file_errors(): return False
-        return any(str(row['fit']) == str(fit) and row['outcome'] in ENDED for row in ends)
-
-# %% ../../nbs/log/35_tracking.ipynb #ababbe38
-_BLOCK = 10_000 # Rows that are written at once
-
-def _with_run(run, row): return {'run': run, **beside('run', plain(row))}
-
-class _BatchRows(Sequence):
-    "Rows of batches, made from what histories keep when somebody asks for them"
-    def __init__(self): self.parts = [] # A run, its record of batches, the first row and the end
-
-    def add(self, run, record, first, last):
-        "Put rows of a record behind the others"
-        goes_on = self.parts and self.parts[-1][:2] == (run, record) and self.parts[-1][3] == first
-        if goes_on: first = self.parts.pop()[2]
-        if first < last: self.parts.append((run, record, first, last))
-        return self
-
-    def __len__(self): return sum(last-first for _,_,first,last in self.parts)
-
-    def __getitem__(self, i):
-        if isinstance(i, slice): return [self[o] for o in range(*i.indices(len(self)))]
-        i = range(len(self))[i]
-        for run,record,first,last in self.parts:
-            if i < last-first: return _with_run(run, record[first+i])
-            i -= last-first
-
-    def __eq__(self, other): return list(self) == list(other)
-    def __repr__(self): return f'{len(self)} rows'
-
 # %% ../../nbs/log/35_tracking.ipynb #856289d6
 class TrackingCB:
     "Keep what was trained, with which settings, and how it went"
@@ -202,6 +131,77 @@ def _end_row(self:TrackingCB, trainer):
     return row | ({'resumed': self.resumed} if self.resumed else {})
 
 def _now(): return datetime.now(timezone.utc).isoformat(timespec='seconds')
+
+# %% ../../nbs/log/35_tracking.ipynb #ababbe38
+_BLOCK = 10_000 # Rows that are written at once
+
+def _with_run(run, row): return {'run': run, **beside('run', plain(row))}
+
+class _BatchRows(Sequence):
+    "Rows of batches, made from what histories keep when somebody asks for them"
+    def __init__(self): self.parts = [] # A run, its record of batches, the first row and the end
+
+    def add(self, run, record, first, last):
+        "Put rows of a record behind the others"
+        goes_on = self.parts and self.parts[-1][:2] == (run, record) and self.parts[-1][3] == first
+        if goes_on: first = self.parts.pop()[2]
+        if first < last: self.parts.append((run, record, first, last))
+        return self
+
+    def __len__(self): return sum(last-first for _,_,first,last in self.parts)
+
+    def __getitem__(self, i):
+        if isinstance(i, slice): return [self[o] for o in range(*i.indices(len(self)))]
+        i = range(len(self))[i]
+        for run,record,first,last in self.parts:
+            if i < last-first: return _with_run(run, record[first+i])
+            i -= last-first
+
+    def __eq__(self, other): return list(self) == list(other)
+    def __repr__(self): return f'{len(self)} rows'
+
+# %% ../../nbs/log/35_tracking.ipynb #506d781b
+_ROWS = dict.fromkeys(['.sqlite', '.sqlite3', '.db'], SQLiteRows) | {'.jsonl': JSONRows, '': CSVRunFolders}
+_NO_KIND = ("`path` ends in '{suffix}', which does not say how to keep rows. "
+            "Use a file that ends in `.sqlite`, `.db` or `.jsonl`, or a folder for CSV.{hint}")
+_HINTS = {'.csv': ' The tables have different columns, so CSV wants a folder: leave `.csv` away.',
+          '.json': ' Rows are appended, so JSON wants lines: `.jsonl`.'}
+
+def _rows_at(path):
+    "How rows are kept at such a path"
+    kind = CSVRunFolders if path.is_dir() else _ROWS.get(path.suffix)
+    if kind is None: raise ValueError(_NO_KIND.format(suffix=path.suffix, hint=_HINTS.get(path.suffix, '')))
+    return kind(path)
+
+# %% ../../nbs/log/35_tracking.ipynb #f214e56f
+_TABLES = 'fit_stats','epoch_stats','batch_stats','fit_ends'
+_NO_PLACE = ('`TrackingCB` cannot write to {path} ({error}), so nothing of this run would be kept. '
+             'Choose a `path` where you may write; a file there must be of the kind that its name says.')
+_NOT_WRITTEN = ('`TrackingCB` could not write ({kind}: {error}). Training goes on; the rows are still in '
+                '`epoch_stats` and `batch_stats`, and will be tried again after the next epoch of this fit.')
+
+class RunTables:
+    "The log that `TrackingCB` writes: four tables in a file or a folder, which get their rows in blocks"
+    def __init__(self, path): self.path,self.file,self.obsolete = path,_rows_at(path),set()
+
+    def start(self, run):
+        "Write the row of a fit, or say why that cannot be done"
+        self.obsolete = set()
+        try: self.row([run], 0, 'fit_stats')
+        except file_errors() as e: raise OSError(_NO_PLACE.format(path=self.path, error=e)) from e
+
+    def row(self, values, step, table):
+        "Append a block of rows; before that, those of obsolete runs go"
+        for run in sorted(self.obsolete):
+            self.file.drop(run, lambda table, step: table not in _TABLES)
+            self.obsolete.remove(run)
+        self.file.append(table, list(values))
+
+    def has_ended(self, run, fit):
+        "Whether the file says that this fit of `run` came to its end"
+        try: ends = [row for _,row in self.file.read(run, 'fit_ends')]
+        except file_errors(): return False
+        return any(str(row['fit']) == str(fit) and row['outcome'] in ENDED for row in ends)
 
 # %% ../../nbs/log/35_tracking.ipynb #879315ca
 @patch
