@@ -101,11 +101,7 @@ def put_mode(
     "Let the model train or evaluate as it did"
     if hasattr(trainer.model, 'train'): trainer.model.train(state['position']['model_trains'])
 
-def look_for_awaited(trainer, tell=''):
-    "Look whether functions that no checkpoint keeps have been set again; `tell` is as for `OwnState`"
-    own = getattr(trainer, '_own_state', None)
-    if own is not None: own.look_for_awaited(trainer, tell)
-
+# %% ../../nbs/state/62_putting_back.ipynb #8340cec3
 def put_first(
     trainer, # That goes on, with everything put back that was saved
     state:dict, # As `take_state` gave it
@@ -113,6 +109,11 @@ def put_first(
     "Let what changed in this process only after a save be as it was at the beginning"
     own,saved = getattr(trainer, '_own_state', None),as_named_now(trainer, state).get('own', {})
     if own is not None: own.put_first(trainer, saved, not is_in_pass(state['position']))
+
+def look_for_awaited(trainer, tell=''):
+    "Look whether functions that no checkpoint keeps have been set again; `tell` is as for `OwnState`"
+    own = getattr(trainer, '_own_state', None)
+    if own is not None: own.look_for_awaited(trainer, tell)
 
 # %% ../../nbs/state/62_putting_back.ipynb #45c80e90
 def put_frozen(
@@ -159,7 +160,8 @@ def put_held(
 ):
     "Let the loaders that callbacks hold go on; one that is made anew for each pass may be another by now"
     for name,dl in held_loaders(trainer).items():
-        try: dl.load_state_dict(places[name]) if name in places else None
+        if name not in places: continue
+        try: dl.load_state_dict(places[name])
         except ResumeMismatch: pass
 
 def put_generators(

@@ -40,7 +40,9 @@ def _feed(digest, x):
     digest.update(type(x).__name__.encode())
     if torch.is_tensor(x): _feed_tensor(digest, x)
     elif isinstance(x, dict):
-        for key,value in x.items(): _feed(digest, key), _feed(digest, value)
+        for key,value in x.items():
+            _feed(digest, key)
+            _feed(digest, value)
     elif isinstance(x, set): digest.update(repr(sorted(map(repr, x))).encode())
     elif isinstance(x, (list, tuple)):
         for value in x: _feed(digest, value)
