@@ -64,7 +64,7 @@ class DistributedCB:
     __repr__ = show_settings
     def __init__(self,
         batch:str='whole', # 'whole': each batch is shared; 'each': every process takes whole batches
-        weigh=None, # What a loss is a mean over: 'samples', 'mean', 'sum', a function; default: as others say
+        weigh=None, # What a loss counts: 'samples', 'mean', 'sum', a function; default: as in `MetricsCB`
         share:bool=True, # Share the loaders? False: they give each process its own part already
         sync_bn:bool=False, # Let batch norm measure the rows of all processes?
         timeout:float=600., # Seconds to wait for another process
