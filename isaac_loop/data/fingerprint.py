@@ -141,8 +141,13 @@ def _places(n):
     between = [n*k//16 for k in (8, 4, 12, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13)]
     return list(dict.fromkeys(i for i in (0, n-1, *between) if 0 <= i < n))
 
-def _read_rows(dataset, n, work=2e-3, wait=5e-2):
-    "By number the leaves of some rows, until so many seconds are over; None where a leaf is random"
+def _read_rows(
+    dataset, # With rows by number
+    n, # How many there are
+    work=2e-3, # Seconds of computing after which four rows are enough
+    wait=5e-2, # Seconds on the clock after which no further row is read
+):
+    "By number the leaves of some rows; None where a leaf is random"
     shared = []
     read,rows = _reader(dataset, shared),{}
     drawn = data_generators(SimpleNamespace(dataset=dataset)).values() # What the copy shares, deep inside
@@ -174,10 +179,10 @@ def _seeded(read, i, seed):
 # %% ../../nbs/data/60_fingerprint.ipynb #b22d618f
 _DEL = 'has a dataset with a `__del__`, which a look might disturb'
 
-def source_of(
+def dataset_of(
     dl, # A loader
-): # Its dataset; a list of batches is its own
-    "Where a loader has its rows from, or None if it does not tell"
+): # None if it does not tell; a list of batches is its own
+    "Where a loader has its rows from"
     if isinstance(dl, (list, tuple)): return dl
     return getattr(dl, 'dataset', None)
 
@@ -315,7 +320,7 @@ def data_of(
     "Fingerprints of the data of a trainer, those that were taken first"
     seen = vars(trainer).setdefault('_data_seen', Seen())
     both = {name: dl for name in ('train', 'valid') if (dl := getattr(trainer.dls, name, None)) is not None}
-    return {name: seen.get(name, source_of(dl), rows_of) | reading_of(dl) for name,dl in both.items()}
+    return {name: seen.get(name, dataset_of(dl), rows_of) | reading_of(dl) for name,dl in both.items()}
 
 def loss_of(
     trainer, # With a loss function

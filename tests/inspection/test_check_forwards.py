@@ -73,6 +73,16 @@ def a_layer_made_in_a_branch():
 
 
 @planted("layer_in_forward")
+def a_layer_made_and_moved_in_one_line():
+    class Model(Net):
+        def forward(self, x):
+            project = nn.Linear(x.shape[1], 8).to(x.device).float()
+            return self.head(project(x))
+
+    return trainer_with(Model())
+
+
+@planted("layer_in_forward")
 def a_sequence_made_in_a_method():
     class Model(Net):
         def forward(self, x):
@@ -125,6 +135,18 @@ def a_layer_that_is_kept_and_one_with_weights_of_its_own():
             blur = nn.Conv1d(1, 1, 3, bias=False)
             blur.weight.data.fill_(1 / 3)
             return self.head(nn.Dropout(0.1)(nn.ReLU()(nn.Flatten()(blur(self.project(x))))))
+
+    return trainer_with(Model())
+
+
+@right
+def a_layer_of_the_model_that_is_moved_under_another_name():
+    class Model(Net):
+        def forward(self, x):
+            enc = self.enc.to(x.device)
+            blur = nn.Conv1d(1, 1, 3, bias=False).to(x.device)
+            blur.weight.data.fill_(1 / 3)
+            return self.head(blur(enc(x)))
 
     return trainer_with(Model())
 

@@ -43,21 +43,27 @@ def _called_layers(source):
 
 def values_of(node, source):
     "What an expression may be: all that its name is set to, or itself"
-    sets = [o for o in ast.walk(source.tree) if isinstance(o, ast.Assign) and isinstance(node, ast.Name)]
-    return [o.value for o in sets if ast.unparse(o.targets[0]) == node.id and called(o.value) not in
-            _SAME_LAYER] or [node]
+    if not isinstance(node, ast.Name): return [node]
+    sets = [o for o in ast.walk(source.tree) if isinstance(o, ast.Assign)]
+    values = [o.value for o in sets if ast.unparse(o.targets[0]) == node.id]
+    return [o for o in values if ast.unparse(_unmoved(o)) != node.id] or [node]
+
+def _unmoved(node):
+    "What an expression moves to a device or sets to a mode; the expression itself, if it does neither"
+    while called(node) in _SAME_LAYER and isinstance(node.func, ast.Attribute): node = node.func.value
+    return node
 
 def _made_in(node, source):
     "The class of a layer with weights that an expression makes; None for anything else"
     while isinstance(node, ast.Attribute) and node.attr == 'forward': node = node.value
+    node = _unmoved(node)
     if not isinstance(node, ast.Call): return None
-    if isinstance(node.func, ast.Attribute) and node.func.attr in _SAME_LAYER:
-        return _made_in(node.func.value, source)
     cls = source.value(node.func)
     if cls in (nn.Sequential, nn.ModuleList):
         return next((o for o in (_made_in(part, source) for part in node.args) if o is not None), None)
     return cls if isinstance(cls, type) and _has_weights(cls, node) else None
 
+# %% ../../../nbs/inspection/source_rules/34_check_forwards.ipynb #9b6f617e
 def _has_weights(cls, node):
     is_plain = any(o.arg in ('affine', 'device') and ast.unparse(o.value) in ('False', "'meta'")
                    for o in node.keywords)
