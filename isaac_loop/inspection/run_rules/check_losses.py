@@ -148,7 +148,7 @@ def flattened_apart(seen):
     return [Finding('flattened_apart', _APART.format(loss=o.name, place=place, a=o.apart[0], b=o.apart[1]),
                     spoils=True) for place,(o,*_) in found.items()]
 
-# %% ../../../nbs/inspection/run_rules/22_check_losses.ipynb #46c116e7
+# %% ../../../nbs/inspection/run_rules/22_check_losses.ipynb #7baef29a
 _BEYOND = ('{share:.0%} of the targets of `{loss}` ({place}) lie beyond what the last layer can give: a '
            'sigmoid ends at 0 and 1, a tanh at -1 and 1. Leave it out, or scale the targets to where it '
            'ends.')
@@ -159,6 +159,7 @@ def targets_beyond(seen):
     return [Finding('out_of_reach', _BEYOND.format(share=calls[0].beyond, loss=calls[0].name, place=place))
             for place,calls in found.items()]
 
+# %% ../../../nbs/inspection/run_rules/22_check_losses.ipynb #46c116e7
 _ITSELF = ('`{loss}` ({place}) is given similarities in which each row is most similar to itself, and that '
            'is never its target, so the loss has a floor and rows are pushed away from themselves. Take the '
            'diagonal out first: `sim.fill_diagonal_(-torch.inf)`.')
