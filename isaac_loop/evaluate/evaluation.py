@@ -199,6 +199,7 @@ def confusion_matrix(self:Predictions,
     normalize:str=None, # 'true': shares of each target, 'pred': of each prediction, 'all'; default: counts
     n_classes:int=None, # How many classes there are; default: as many as there are scores, or else as occur
     decode=None, # Turns predictions into class numbers; default: the highest score
+    ignore_index:int=None, # A target that does not count, as for a loss; -100 never does
 )->torch.Tensor: # (n_classes, n_classes) Row: target; column: prediction
     "How often each class was taken for each"
     from torcheval.metrics.functional import multiclass_confusion_matrix
@@ -206,14 +207,20 @@ def confusion_matrix(self:Predictions,
     check_choice(normalize, 'normalize', wholes, 'that is no whole to take shares of', none='for counts')
     said = decoded(self.preds, decode)
     check_class_numbers(self.targets, said)
-    said,targets = said.flatten().long(),self.targets.flatten().long()
+    said,targets = said.flatten().long(),_without(self.targets.flatten().long(), ignore_index)
     there = are_counted(targets, said)
     if (said[there] < 0).any(): raise ValueError(_BELOW.format(said[there].min()))
     highest = _highest(said[there], targets[there]) + 1
     n_classes = n_classes or (self.preds.shape[1] if decode is None else max(highest, 2))
-    check_highest(highest-1, n_classes, f'Pass `n_classes={highest}`, or look at the targets.')
+    check_highest(highest-1, n_classes, _MORE_CLASSES.format(highest, highest-1))
     matrix = multiclass_confusion_matrix(said.where(there, 0), targets, n_classes, normalize=normalize)
     return matrix.clone() # An inference tensor otherwise
+
+def _without(targets, ignore_index):
+    "Targets, with -100 in the place of those that do not count"
+    return targets if ignore_index is None else targets.masked_fill(targets == ignore_index, -100)
+
+_MORE_CLASSES = 'Pass `n_classes={0}`, or `ignore_index={1}` if {1} is no class, or look at the targets.'
 
 def _highest(*numbers): return max((int(x.max()) for x in numbers if x.numel()), default=-1)
 
@@ -226,9 +233,10 @@ def most_confused(self:Predictions,
     min_count:int=2, # Leave out what happened less often
     classes:list=None, # Names of the classes
     decode=None, # Turns predictions into class numbers; default: the highest score
+    ignore_index:int=None, # A target that does not count, as for a loss; -100 never does
 )->Table: # Columns `target`, `prediction`, `count`
     "Pairs of classes that are confused, the most frequent first"
-    matrix = self.confusion_matrix(decode=decode).long()
+    matrix = self.confusion_matrix(decode=decode, ignore_index=ignore_index).long()
     matrix.fill_diagonal_(0)
     found = [(t, p, matrix[t, p].item()) for t,p in (matrix >= max(min_count, 1)).nonzero().tolist()]
     found.sort(key=lambda triple: -triple[2])
@@ -242,11 +250,13 @@ def plot_confusion_matrix(self:Predictions,
     normalize:str=None, # 'true': shares of each target, 'pred': of each prediction, 'all'; default: counts
     decode=None, # Turns predictions into class numbers; default: the highest score
     ax=None, # Matplotlib axes; default: new ones
+    ignore_index:int=None, # A target that does not count, as for a loss; -100 never does
 ): # The axes
     "Draw the confusion matrix: with its numbers up to 20 classes, else with a colour bar"
     import matplotlib.pyplot as plt
-    if classes is not None: _check_named(self, classes, decode)
-    matrix = self.confusion_matrix(normalize, len(classes) if classes is not None else None, decode)
+    if classes is not None: _check_named(self, classes, decode, ignore_index)
+    n_classes = len(classes) if classes is not None else None
+    matrix = self.confusion_matrix(normalize, n_classes, decode, ignore_index)
     n = len(matrix)
     names = [str(class_name(i, classes)) for i in range(n)]
     longest,what = max(map(len, names)),f'{"share" if normalize else "number"} of examples'
@@ -259,11 +269,11 @@ def plot_confusion_matrix(self:Predictions,
     else: ax.figure.colorbar(image, ax=ax, shrink=0.7)
     return ax
 
-def _check_named(predictions, classes, decode):
+def _check_named(predictions, classes, decode, ignore_index):
     "Refuse a class without a name"
     said,targets = decoded(predictions.preds, decode),predictions.targets
     check_class_numbers(targets, said)
-    class_name(_highest(said, targets), classes)
+    class_name(_highest(said, _without(targets, ignore_index)), classes)
 
 def _write_numbers(ax, matrix, form):
     "Write each number that is not 0 into its field, white where that is dark"

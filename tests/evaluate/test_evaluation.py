@@ -1211,6 +1211,21 @@ def test_confusion_of_what_is_no_class_is_refused():
         Predictions(LOGITS, None).confusion_matrix()
 
 
+def test_targets_that_do_not_count_are_left_out_of_the_matrix():
+    unsure = MASKS.clone()
+    unsure[:, 0] = 255
+    masks = Predictions(IMAGES, unsure, indices=list(range(6)))
+    with pytest.raises(ValueError, match="`ignore_index=255` if 255 is no class"):
+        masks.confusion_matrix()
+    matrix = masks.confusion_matrix(ignore_index=255)
+    assert matrix.sum() == (unsure != 255).sum()
+    known = Predictions(IMAGES[:, :, 1:], MASKS[:, 1:])
+    assert torch.equal(matrix, known.confusion_matrix())
+    assert masks.most_confused(1, ignore_index=255).rows == known.most_confused(1).rows
+    names = ["a", "b", "c", "d", "e"][: len(matrix)]
+    assert len(masks.plot_confusion_matrix(names, ignore_index=255).get_xticklabels()) == len(matrix)
+
+
 def test_a_drawn_class_without_a_name_is_refused():
     found = Predictions(F.one_hot(torch.tensor([1, 0, 2]), 3).float(), torch.tensor([1, 0, 0]))
     with pytest.raises(ValueError, match="of class 2, but `classes` names 2. Give a name to each"):
