@@ -227,12 +227,12 @@ class Trainer:
     ) -> Any:
         """Try rising learning rates, and leave the trainer as it was
 
-        start_lr: The first and smallest rate
+        start_lr: The first and smallest rate, as `fit` takes it; groups may have parts of it
         lr_mult: Factor from one batch to the next
         max_mult: Stop when the loss exceeds this multiple of the best
         n_batches: Stop after so many batches at the latest; default: when the rate would exceed 100
         callbacks: Further callbacks for the search
-        Returns: With `lrs`, `losses`, `suggestions()` and `plot()`
+        Returns: With `lrs`, which are rates for `fit`, `losses`, `suggestions()` and `plot()`
         """
 
     def map(

@@ -126,6 +126,7 @@ class LRFinderCB:
         self._best,self._updates = math.inf,-1
         self._raised,self._n_heard = 0,0 # Updates at the last rise; batches of which the loss of all is known
         self._judged = False # Is the loss of this batch known?
+        self._lr = trainer.lr # As `fit` takes it; the groups have their ratios to it
         self._stepped = None if trainer.opt_func is None else True
 
     def before_batch(self, trainer):
@@ -160,6 +161,7 @@ class LRFinderCB:
         self._raised = trainer.n_updates
         rates = [float(rate)*self.lr_mult for rate in rates_of(trainer.opt)]
         for group,rate in zip(trainer.opt.param_groups, rates): put_option(group, 'lr', rate)
+        self._lr *= self.lr_mult
 
     def cleanup_fit(self, trainer):
         "Put everything back, show what was found, and stay as `trainer.lr_finder`"
@@ -200,9 +202,8 @@ def _see_loss(self:LRFinderCB, trainer, n_updates):
     except AttributeError:
         told = _NO_LOSS.format(cb=callback_name(self), cls=type(trainer).__name__)
         raise AttributeError(told) from None
-    rate = float(rates_of(trainer.opt)[0])
-    if trainer.ranks.size == 1: return self._judge(loss, rate, n_updates)
-    share = [loss, rate, n_updates, _weight_of_share(trainer)]
+    if trainer.ranks.size == 1: return self._judge(loss, self._lr, n_updates)
+    share = [loss, self._lr, n_updates, _weight_of_share(trainer)]
     trainer.ranks.soon(_LOSS.format(trainer.epoch, trainer.batch_num), share) # Known after the exchange
 
 @patch
@@ -331,12 +332,12 @@ _NO_FALL = ('No rate from {start_lr:g} on made the loss fall. Is the model train
 @patch
 @old_words
 def lr_find(self:Trainer,
-    start_lr:float=1e-5, # The first and smallest rate
+    start_lr:float=1e-5, # The first and smallest rate, as `fit` takes it; groups may have parts of it
     lr_mult:float=1.3, # Factor from one batch to the next
     max_mult:float=3., # Stop when the loss exceeds this multiple of the best
     n_batches:int=None, # Stop after so many batches at the latest; default: when the rate would exceed 100
     callbacks=None, # Further callbacks for the search
-)->LRFinderCB: # With `lrs`, `losses`, `suggestions()` and `plot()`
+)->LRFinderCB: # With `lrs`, which are rates for `fit`, `losses`, `suggestions()` and `plot()`
     "Try rising learning rates, and leave the trainer as it was"
     finder = LRFinderCB(lr_mult, max_mult, n_batches, show=False)
     is_rate = is_number(start_lr) and 0 < start_lr < math.inf

@@ -41,6 +41,7 @@ from isaac_loop.all import (
     set_seed,
     with_cbs,
 )
+from isaac_loop.train.freezing import discriminative_rates
 from isaac_loop.tune.lr_finder import smooth, suggest_rates
 
 OPTIMIZERS = {
@@ -361,6 +362,37 @@ def test_groups_of_parameters_keep_the_ratio_of_their_rates():
     finder = make_trainer(opt_func=two_rates).lr_find(1e-4, 2.0, n_batches=8, callbacks=seen)
     assert finder.lrs[0] == 1e-4
     assert all(b == pytest.approx(10 * a) for a, b in seen.seen) and len(seen.seen) >= 7
+
+
+def in_groups(first, second):
+    "An `opt_func` of two groups, which have such parts of the rate"
+
+    def opt_func(params, lr):
+        groups = [dict(params=params[:2], lr=lr * first), dict(params=params[2:], lr=lr * second)]
+        return optim.SGD(groups, lr)
+
+    return opt_func
+
+
+@pytest.mark.parametrize("parts", [(1, 0.1), (0.1, 1), (1, 10), (0.5, 0.1), (0, 1)])
+def test_a_rate_that_was_found_is_one_for_fit(parts):
+    "A fit with it begins at the rates that the search has tried, whichever group comes first"
+    seen = SeenCB("before_step", lambda t: [o["lr"] for o in t.opt.param_groups])
+    finder = make_trainer(opt_func=in_groups(*parts)).lr_find(1e-4, 2.0, n_batches=8, callbacks=seen)
+    assert finder.lrs[0] == 1e-4 and len(seen.seen) >= 7
+    for lr, tried in zip(finder.lrs, seen.seen):
+        again = SeenCB("before_step", lambda t: [o["lr"] for o in t.opt.param_groups])
+        make_trainer([again], opt_func=in_groups(*parts)).fit(1, lr=lr, valid=False)
+        assert again.seen[0] == pytest.approx(tried)
+
+
+def test_layers_with_lower_rates_do_not_lower_the_axis():
+    "Of `discriminative_rates` the last group has the full rate"
+    trainer = make_trainer()
+    trainer.opt_func = discriminative_rates(optim.SGD, trainer.model, {"0": 0.1})
+    seen = SeenCB("before_step", lambda t: max(o["lr"] for o in t.opt.param_groups))
+    finder = trainer.lr_find(1e-3, n_batches=6, callbacks=seen)
+    assert finder.lrs[0] == 1e-3 and seen.seen == pytest.approx(finder.lrs[: len(seen.seen)])
 
 
 def test_an_optimizer_of_ones_own_begins_at_the_given_rate():
