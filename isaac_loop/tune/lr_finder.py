@@ -118,6 +118,7 @@ class LRFinderCB:
         self.lrs,self.losses = [],[]
         self._snapshot,self._alone = None,True # Alone: nobody else has taken a snapshot
         self._stepped,self._hook = None,None # Has a lent optimizer stepped, and who tells?
+        self._of_step = None # The loss by which it steps in this batch, and the updates before
 
     def before_fit(self, trainer):
         "Remember everything"
@@ -125,20 +126,20 @@ class LRFinderCB:
         self.lrs,self.losses = [],[]
         self._best,self._updates = math.inf,-1
         self._raised,self._n_heard = 0,0 # Updates at the last rise; batches of which the loss of all is known
-        self._judged = False # Is the loss of this batch known?
+        self._judged,self._steps = False,0 # Is the loss of this batch known? Steps of a lent optimizer in it
         self._lr = trainer.lr # As `fit` takes it; the groups have their ratios to it
         self._stepped = None if trainer.opt_func is None else True
 
     def before_batch(self, trainer):
         "Begin at `trainer.lr` with an optimizer that is lent, before the first batch"
-        self._judged = False
+        self._judged,self._of_step,self._steps = False,None,0
         if self._stepped is not None: return
         _check_opt(self, trainer)
         scale_rates(trainer)
         self._stepped = not hasattr(trainer.opt, 'register_step_post_hook') # Then nobody tells
         if not self._stepped: self._hook = trainer.opt.register_step_post_hook(self._see_step)
 
-    def _see_step(self, *_): self._stepped = True
+    def _see_step(self, *_): self._stepped,self._steps = True,self._steps+1
 
     def before_epoch(self, trainer):
         "Leave out validation"
@@ -154,11 +155,15 @@ class LRFinderCB:
     def after_batch(self, trainer):
         "Raise the rate of every parameter group, if there was an update"
         if not self._judged and has_own_batch(trainer): self._see_loss(trainer, self._raised)
+        self._judge_step()
         if trainer.ranks.size == 1: self._raise_rates(trainer)
+        if self._stepped is False and trainer.n_updates >= (self.n_batches or math.inf):
+            raise CancelFitException('the optimizer has not stepped')
 
     def _raise_rates(self, trainer):
         if trainer.n_updates == self._raised: return
         self._raised = trainer.n_updates
+        if self._hook is not None and not self._steps: return # It was the turn of another one
         rates = [float(rate)*self.lr_mult for rate in rates_of(trainer.opt)]
         for group,rate in zip(trainer.opt.param_groups, rates): put_option(group, 'lr', rate)
         self._lr *= self.lr_mult
@@ -191,17 +196,39 @@ _NO_LOSS = ('`{cb}` judges each rate by the loss of its batch, and `{cls}.one_ba
 
 @patch
 def after_get_loss(self:LRFinderCB, trainer):
-    "Note the loss at this rate, and leave when it explodes"
-    self._see_loss(trainer, trainer.n_updates)
+    "Note the loss at this rate, and leave when it explodes; a lent optimizer may step by another one"
+    if self._hook is None: self._see_loss(trainer, trainer.n_updates)
+    elif not self._steps and trainer.ranks.size == 1: self._keep_loss(trainer)
+    elif not self._steps: self._see_loss(trainer, trainer.n_updates)
+
+@patch
+def _keep_loss(self:LRFinderCB, trainer):
+    "Keep a loss until it is known whether the lent optimizer steps by it"
+    self._judged,self._of_step = True,(_loss_of(trainer, self),trainer.n_updates)
+
+@patch
+def after_step(self:LRFinderCB, trainer):
+    "Note the loss by which a lent optimizer has stepped"
+    self._judge_step()
+
+@patch
+def _judge_step(self:LRFinderCB):
+    "Judge the loss that was kept, if the lent optimizer has stepped by it"
+    if self._of_step is None or not self._steps: return
+    (loss,n_updates),self._of_step = self._of_step,None
+    self._judge(loss, self._lr, n_updates)
+
+def _loss_of(trainer, cb):
+    "The loss of the batch as a number, or an error if there is none"
+    try: return float(torch.as_tensor(object.__getattribute__(trainer, 'loss')).detach())
+    except AttributeError:
+        told = _NO_LOSS.format(cb=callback_name(cb), cls=type(trainer).__name__)
+        raise AttributeError(told) from None
 
 @patch
 def _see_loss(self:LRFinderCB, trainer, n_updates):
     "Judge the loss of a batch that came after `n_updates`, or let the others know of it"
-    self._judged = True
-    try: loss = float(torch.as_tensor(object.__getattribute__(trainer, 'loss')).detach())
-    except AttributeError:
-        told = _NO_LOSS.format(cb=callback_name(self), cls=type(trainer).__name__)
-        raise AttributeError(told) from None
+    self._judged,loss = True,_loss_of(trainer, self)
     if trainer.ranks.size == 1: return self._judge(loss, self._lr, n_updates)
     share = [loss, self._lr, n_updates, _weight_of_share(trainer)]
     trainer.ranks.soon(_LOSS.format(trainer.epoch, trainer.batch_num), share) # Known after the exchange

@@ -473,6 +473,90 @@ def test_an_optimizer_that_a_fit_makes_is_lent_when_it_has_been_made():
     )
 
 
+class Players(Trainer):
+    "Two players with a loss each, of which the second may play in every other batch only"
+
+    every, weight = 1, 1.0
+
+    def before_fit(self):
+        first, last = self.model[0], self.model[-1]
+        self.opt_d, self.opt_g = (optim.SGD(o.parameters(), self.lr) for o in (first, last))
+        self.seen = []
+
+    @with_cbs("batch", CancelBatchException)
+    def one_batch(self):
+        for self.turn in ("d", "g"):
+            if self.turn == "g" and self.batch_num % self.every:
+                continue
+            self.run_callbacks("predict", "get_loss", "backward", "step", "zero_grad")
+
+    def predict(self):
+        self.preds = self.model(self.batch[0])
+
+    def get_loss(self):
+        loss = F.cross_entropy(self.preds, self.batch[1])
+        self.loss = loss if self.turn == "d" else self.weight * loss
+
+    def backward(self):
+        self.loss.backward()
+
+    def step(self):
+        opt = self.opt_d if self.turn == "d" else self.opt_g
+        self.seen.append((self.turn, self.loss.item(), opt.param_groups[0]["lr"]))
+        opt.step()
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+
+class NotesCB:
+    "Keeps what the trainer has seen, where no snapshot finds it"
+
+    stateless = True
+
+    def __init__(self):
+        kept = []
+        self._kept = lambda: kept
+
+    def cleanup_fit(self, trainer):
+        self._kept().extend(trainer.seen)
+
+
+@pytest.mark.parametrize("weight", [1.0, 100.0])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("player", ["d", "g"])
+@pytest.mark.filterwarnings("ignore:No rate")
+def test_of_two_players_the_losses_of_the_one_whose_rate_rises_are_noted(player, every, weight):
+    "They took turns in the curve, and a weighted one ended the search after two rates"
+
+    def before_epoch(trainer):
+        trainer.opt = getattr(trainer, f"opt_{player}")
+
+    trainer, notes = make_trainer(opt_func=None), NotesCB()
+    trainer = Players(trainer.dls, None, None, trainer.model, [])
+    trainer.every, trainer.weight = every, weight
+    finder = trainer.lr_find(1e-4, 2.0, n_batches=8, callbacks=[before_epoch, notes])
+    seen = [(loss, lr) for turn, loss, lr in notes._kept() if turn == player]
+    assert finder.lrs == pytest.approx([1e-4 * 2**i for i in range(8)])
+    assert finder.losses == [loss for loss, _ in seen] and finder.lrs == [lr for _, lr in seen]
+    others = {lr for turn, _, lr in notes._kept() if turn != player}
+    assert others == {1e-4}, "the other keeps its rate"
+
+
+def test_a_lent_optimizer_that_never_steps_ends_the_search_soon():
+    trainer = make_trainer(opt_func=None)
+    trainer = Players(trainer.dls, None, None, trainer.model, [])
+    trainer.opt = optim.SGD(trainer.model.parameters(), 0.1)
+    batches = []
+
+    def after_batch(trainer):
+        batches.append(trainer.batch_num)
+
+    with pytest.raises(RuntimeError, match="that optimizer has not stepped"):
+        trainer.lr_find(n_batches=7, callbacks=after_batch)
+    assert len(batches) < 7
+
+
 def test_a_rate_that_is_a_tensor_is_noted_as_a_number():
     "As optimizers have it that are compiled or captured in a graph"
     finder = make_trainer(opt_func=lambda params, lr: optim.Adam(params, torch.tensor(lr))).lr_find(
