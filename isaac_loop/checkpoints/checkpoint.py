@@ -89,6 +89,7 @@ def before_fit(self:CheckpointCB, trainer):
     for name in (self.monitor, *metrics_of(self._run.options['pattern'])):
         if name is not None: check_monitored(trainer, name, 'CheckpointCB')
     self._run.open(run_folder(trainer, self.folder, 'checkpoints', 'CheckpointCB'), trainer.ranks)
+    if self._when.every is not self.every: self._when = When(self.every) # Another was set
     self._numbers.forget()
     self._end,self._told = None,()
     self._untrained = _without_steps(trainer) and _weights_now(trainer)

@@ -62,6 +62,7 @@ class Evaluating:
     def _run(self, trainer, name, dl):
         "Run over one data set; what was measured, by name"
         self._pass.weigh = weigh_of(trainer) if self._weigh is None else self._weigh
+        self._pass.with_loss = self.with_loss
         if getattr(self._limit, 'n_batches', None) != self.n_batches: # Another was set
             self._limit = limit_of(self.n_batches, callback_name(self))
         inside = [self._pass, self._limit, self.callbacks_inside]

@@ -78,7 +78,11 @@ class LimitCB(KeepsState):
         _check_counting(count, samples)
         self.updates,self.samples,self.epochs = updates,samples,epochs
         self.seconds,self.count = _seconds(seconds),count
-        self.max_updates = updates # Read by `trainer.total_updates`
+
+    @property
+    def max_updates(self)->int: # `updates`, also if it was set anew; read by `trainer.total_updates`
+        "How many updates a fit has at most, for schedules"
+        return self.updates
 
     def _start(self, trainer):
         "Begin to count"

@@ -391,6 +391,19 @@ def test_batches_with_several_updates_do_not_jump_over_the_time_to_save(tmp_path
     assert [state[1]["position"]["n_updates"] for state in kept.states.values()] == [5, 9, 13]
 
 
+def test_a_rule_that_was_set_anew_counts_in_the_next_fit(tmp_path):
+    saving = CheckpointCB(tmp_path, every=4, keep_last=None, resume="never")
+    trainer = Trainer(make_loaders(), F.cross_entropy, optim.SGD, make_model(), [BasicTrainCB(), saving])
+    trainer.fit(1, lr=1e-3, valid=False)
+    n, before = trainer.n_updates, len(CheckpointStore(tmp_path, read_only=True).list())
+    saving.every = 1
+    trainer.fit(1, lr=1e-3, valid=False)
+    assert len(CheckpointStore(tmp_path, read_only=True).list()) - before >= n > 4
+    saving.every = "sometimes"
+    with pytest.raises(ValueError, match="`every` is 'sometimes'"):
+        trainer.fit(1)
+
+
 @pytest.mark.shows("NEMO-26", "NEMO-35", "AIT-39", "AIT-40", "PTA-25", "PTA-27", "SON-16")
 def test_the_best_is_kept_and_never_a_wrong_one_deleted(tmp_path):
     "The original's own list of accuracies, .5 .9 .6 .7 .4 and two kept, and NaN is never best"

@@ -1448,3 +1448,17 @@ def test_callbacks_that_can_be_walked_over_once_run_in_every_evaluation(given):
     assert heard == [0, 1, 0, 1]
     with pytest.raises(TypeError, match="`callbacks` holds 3.7"):
         EvaluatorCB(OTHER, callbacks=given([3.7]))
+
+
+def test_a_loss_that_was_switched_off_later_is_not_computed():
+    "The data may have no targets by then, and the loss was computed and thrown away"
+
+    def loss_func(preds, targets):
+        assert preds.requires_grad, "this is an evaluation"
+        return F.cross_entropy(preds, targets)
+
+    evaluator = EvaluatorCB()
+    trainer = make_trainer(evaluator, loss_func=loss_func)
+    evaluator.with_loss = False
+    trainer.fit(1, valid=False)
+    assert "eval_seconds" in trainer.history[-1] and "eval_loss" not in trainer.history[-1]

@@ -21,6 +21,8 @@ import isaac_loop.stop.limits as limits
 from isaac_loop.train.accumulation import AccumulationCB
 from isaac_loop.train.clipping import ClipGradCB
 from isaac_loop.metrics.metrics import MetricsCB
+from isaac_loop.metrics.recorder import RecorderCB
+from isaac_loop.schedule.schedules import WarmupSchedulerCB
 from isaac_loop.inspection.first_nonfinite import NonFiniteCB
 from isaac_loop.stop.nonfinite_stop import NonFiniteStopCB
 from isaac_loop.stop.same_predictions import SamePredictionsCB
@@ -317,6 +319,21 @@ def test_samples_and_epochs_are_counted(options, n):
     trainer = make_trainer(LimitCB(**options))
     trainer.fit(5)
     assert trainer.n_updates == n and "enough" in trainer.stop_reason
+
+
+def test_a_limit_that_was_set_anew_is_the_length_of_the_schedule():
+    "The fit went by the new one, and the schedule by the old"
+    limit = LimitCB(10)
+    trainer = make_trainer(limit, WarmupSchedulerCB("linear", warmup=0), RecorderCB())
+    trainer.fit(5, lr=1.0, valid=False)
+    limit.updates = 20
+    trainer.fit(5, lr=1.0, valid=False)
+    rates = [row["lr"] for row in trainer.history.batches if row["fit"] == 1]
+    assert trainer.n_updates == trainer.total_updates == len(rates) == 20
+    assert rates == pytest.approx([1 - i / 20 for i in range(20)])
+    limit.updates = None
+    trainer.fit(1, lr=1.0, valid=False)
+    assert trainer.n_updates == trainer.total_updates == 8
 
 
 def test_cancelled_batches_and_validation_are_no_samples():
