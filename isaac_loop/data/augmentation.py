@@ -210,14 +210,18 @@ _NOT_IN_BATCH = ('`{trainer}.split` gives inputs that are not in the batch, so c
 _ALSO_TARGET = ('`{trainer}.split` gives one tensor as input and as target, so mixed inputs would be '
                 'compared with themselves. Let the loader give it twice, as `(x, x)`, without a `split`.')
 
-def with_inputs(trainer, f, apart=False):
+def with_inputs(trainer, f, apart=False, of_targets=None):
     "The batch with `f` applied to the tensors among its inputs, which are to be no targets if `apart`"
     inputs,targets = trainer.split(trainer.batch)
     if _in_place(_items(trainer.batch), inputs, targets):
-        return _exchanged(trainer.batch, [*map_tensors(f, inputs), *targets])
+        changed = targets if of_targets is None else map_tensors(of_targets, targets)
+        return _exchanged(trainer.batch, [*map_tensors(f, inputs), *changed])
     new,used = {},set()
     map_tensors(lambda x: new.setdefault(id(x), f(x)), inputs)
     if apart: map_tensors(lambda x: _check_no_target(trainer, id(x) not in new), targets)
+    changed = []
+    map_tensors(lambda t: changed.append((t, t if of_targets is None else of_targets(t))), targets)
+    new |= {id(old): t for old,t in changed if t is not old}
     def exchanged(x):
         if id(x) not in new: return x
         used.add(id(x))

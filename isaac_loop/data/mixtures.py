@@ -46,6 +46,11 @@ def _of_partner(self:_MixCB, t):
     "The rows of the partners in `t`"
     return t[self._partner] if t.ndim and len(t) == len(self._partner) else t
 
+@patch
+def _is_picture(self:_MixCB, t):
+    "Whether a target is mixed as the inputs are, and not by its loss"
+    return False
+
 def _first_tensor(inputs):
     "The tensor that says how many examples there are and where"
     found = []
@@ -90,14 +95,18 @@ def before_batch(self:_MixCB, trainer):
     first = _first_tensor(inputs)
     self._partner = torch.randperm(len(first), device=first.device)
     self._draw(first, self._proportion())
-    trainer.batch = with_inputs(trainer, self._mix, apart=True)
+    of_targets = lambda t: self._mix(t) if self._is_picture(t) else t
+    trainer.batch = with_inputs(trainer, self._mix, apart=True, of_targets=of_targets)
 
 @patch
 def after_get_loss(self:_MixCB, trainer):
     "Mix the loss with the one for the partners' targets"
     if self._partner is None: return
     _check_loss(self, trainer.loss_func)
-    targets = map_tensors(self._of_partner, trainer.split(trainer.batch)[1])
+    targets,has_others = trainer.split(trainer.batch)[1],[]
+    map_tensors(lambda t: has_others.append(t) if not self._is_picture(t) else None, targets)
+    if not has_others: return # The loss of each pixel is that of where it comes from
+    targets = map_tensors(lambda t: t if self._is_picture(t) else self._of_partner(t), targets)
     trainer.loss = self._share*trainer.loss + (1-self._share)*trainer.loss_func(trainer.preds, *targets)
 
 @patch
@@ -143,6 +152,11 @@ class CutMixCB(_MixCB):
             pixel = torch.arange(size, device=first.device).view(shape)
             inside,area = inside*((pixel >= start) & (pixel < end)), area*(end-start)/size
         self._inside,self._share = inside.bool(),1-area
+
+    def _is_picture(self, t):
+        "Whether a target has a value for each pixel, as a mask has; then the rectangle is cut from it, too"
+        sizes,like = tuple(t.shape[-2:]),tuple(self._inside.shape)
+        return t.ndim > 2 and sizes == like and len(t) == len(self._partner)
 
     def _mix(self, t):
         "`t` with a rectangle of the partners"

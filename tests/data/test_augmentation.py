@@ -478,6 +478,66 @@ def test_cutmix_pastes_one_rectangle_and_weighs_it_by_its_area():
     assert min(shares) < 0.3 and max(shares) > 0.9
 
 
+class HeldCB:
+    "Keeps what a training batch came to"
+
+    order = Order.RECORD
+
+    def before_batch(self, trainer):
+        if trainer.training:
+            mixer, self.batch = trainer.CutMixCB, trainer.batch
+            self.share, self.partner = mixer._share, mixer._partner
+
+    def before_backward(self, trainer):
+        self.loss, self.preds = trainer.loss.detach(), trainer.preds.detach()
+
+
+def masks_of(x, channels):
+    mask = (x[:, 0] > 0).long()
+    return mask[:, None].float() if channels else mask
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("form", [list, dict])
+def test_cutmix_pastes_the_masks_with_the_images(channels, form):
+    "The image had the rectangle and the mask did not, so most pixels in it had wrong targets"
+    x = torch.randn(16, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    y = masks_of(x, channels)
+    batch = (x, y) if form is list else dict(image=x, mask=y)
+    dls = DataLoaders([batch], None)
+    if form is dict:
+        dls.split = lambda batch: ((batch["image"],), (batch["mask"],))
+    loss_func = F.binary_cross_entropy_with_logits if channels else F.cross_entropy
+    model = nn.Conv2d(1, 1 if channels else 2, 1)
+    held = HeldCB()
+    Trainer(dls, loss_func, optim.SGD, model, [BasicTrainCB(), CutMixCB(), held]).fit(1, valid=False)
+    images, masks = held.batch.values() if form is dict else held.batch
+    assert 0 < held.share < 1 and not torch.equal(images, x)
+    assert torch.equal(masks, masks_of(images, channels)) and masks.dtype == y.dtype
+    assert torch.equal(held.loss, loss_func(held.preds, masks)), "and the loss is mixed already"
+
+
+def test_cutmix_mixes_the_loss_of_what_is_no_mask():
+    "A batch may have both: each example has a class beside its mask"
+    x = torch.randn(16, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    y, label = masks_of(x, False), torch.arange(16) % 2
+
+    def loss_func(preds, mask, label):
+        return F.cross_entropy(preds, mask) + F.cross_entropy(preds.mean((2, 3)), label)
+
+    held = HeldCB()
+    dls = DataLoaders([(x, y, label)], None, n_inp=1)
+    Trainer(dls, loss_func, optim.SGD, nn.Conv2d(1, 2, 1), [BasicTrainCB(), CutMixCB(), held]).fit(
+        1, valid=False
+    )
+    images, masks, labels = held.batch
+    assert torch.equal(masks, masks_of(images, False)) and torch.equal(labels, label)
+    pooled = held.preds.mean((2, 3))
+    classes = [F.cross_entropy(pooled, o) for o in (label, label[held.partner])]
+    expected = F.cross_entropy(held.preds, masks) + held.share * classes[0] + (1 - held.share) * classes[1]
+    assert held.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 @pytest.mark.shows("F060")
 def test_cutmix_takes_bytes_and_mixup_says_why_it_cannot():
     batches = [((x * 50).byte(), y) for x, y in make_batches()]
