@@ -17,6 +17,7 @@ from isaac_loop import Trainer, with_cbs
 from isaac_loop.callbacks import AccumulationCB, BasicTrainCB, DistributedCB, MetricsCB
 from isaac_loop.data import DataLoaders
 from isaac_loop.inspection import CheckFailed
+from isaac_loop.evaluate.evaluator import EvaluatorCB
 from isaac_loop.loop.events import CancelBatchException
 from marked import Marked, Planted
 
@@ -262,6 +263,27 @@ def some_unknown(n):
     x, y = classes(n)
     y[torch.rand(n) < 0.4] = -100
     return x, y
+
+
+def evaluated(loss_func, make, **options):
+    "Measured by an evaluator alone, as where epochs say nothing"
+    cbs = [BasicTrainCB(), EvaluatorCB(**options)]
+    return Trainer(loaders(make), loss_func, optim.SGD, net(), cbs)
+
+
+@planted("unweighed_loss")
+def rows_without_label_for_an_evaluator():
+    return evaluated(nn.CrossEntropyLoss(), some_unknown)
+
+
+@right
+def rows_without_label_that_an_evaluator_counts():
+    return evaluated(nn.CrossEntropyLoss(), some_unknown, weigh=lambda batch: (batch[1] != -100).sum())
+
+
+@right
+def rows_without_label_and_an_evaluator_without_loss():
+    return evaluated(nn.CrossEntropyLoss(), some_unknown, with_loss=False)
 
 
 @planted("unweighed_loss")

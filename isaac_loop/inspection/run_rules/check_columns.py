@@ -106,9 +106,9 @@ def _no_mean(f, measured):
 
 # %% ../../../nbs/inspection/run_rules/14_check_columns.ipynb #ef88a029
 _DIVIDES = '`{loss}` ({place}) divides by {what}, {least:.3g} to {most:.3g} for each row of a batch, and '
-_UNWEIGHED = _DIVIDES + ('`{who}` weighs the loss of a batch by its rows, so the loss that it writes for an '
-                         'epoch is not the mean over all targets. Let it count the same: '
-                         '`MetricsCB(weigh=lambda batch: {count})`.')
+_UNWEIGHED = _DIVIDES + ('`{who}` weighs the loss of a batch by its rows, so the loss that it writes for '
+                         '{of} is not the mean over all targets. Let it count the same: '
+                         '`{kind}(weigh=lambda batch: {count})`.')
 _GATHERED = _DIVIDES + ('`{gathers}` weighs the gradients of a batch by its rows, so an update is not that '
                         'of one big batch. Let it count the same: '
                         '`AccumulationCB(weigh=lambda batch: {count})`.')
@@ -117,7 +117,7 @@ _IN_PROCESSES = ' Then `{shares}` weighs the gradients of several processes so, 
 
 def unweighed_losses(seen):
     "Means over weights of targets, which the history weighs by rows"
-    who,gathers = next((cb for cb in metrics_cbs(seen) if cb.weigh is None), None),_gathers_by_rows(seen)
+    who,gathers = _weighs_by_rows(seen),_gathers_by_rows(seen)
     for means in _means_of_passes(seen).values() if who or gathers else ():
         shares,first = [o.divisor/o.rows for o in means],means[0]
         weighs,leaves_out = (any(getattr(o, name) for o in means) for name in ('weighs', 'leaves_out'))
@@ -127,6 +127,15 @@ def unweighed_losses(seen):
         told |= dict(least=min(shares), most=max(shares), count=_count(first.ignored, weighs, leaves_out))
         return [Finding('unweighed_loss', _unweighed(seen, who, gathers, told), [who or gathers])]
     return []
+
+def _weighs_by_rows(seen):
+    "The callback that weighs losses by rows: a `MetricsCB`, or an evaluator where there is none"
+    of_metrics = metrics_cbs(seen)
+    found = of_metrics or [cb for cb in seen.callbacks if 'EvaluatorCB' in map(_name, type(cb).__mro__)]
+    found = [cb for cb in found if of_metrics or cb.with_loss] # Without a loss it weighs nothing
+    return next((cb for cb in found if getattr(cb, 'weigh' if of_metrics else '_weigh', 0) is None), None)
+
+def _name(cls): return cls.__name__
 
 def _gathers_by_rows(seen):
     "The callback that gathers gradients and weighs them by rows, if there is one"
@@ -140,6 +149,8 @@ def _unweighed(seen, who, gathers, told):
     text = _UNWEIGHED if who else _GATHERED
     if who and gathers: text += _LIKEWISE
     if who and shares: text += _IN_PROCESSES
+    is_metrics = who in metrics_cbs(seen)
+    told |= dict(kind='MetricsCB', of='an epoch') if is_metrics else dict(kind='EvaluatorCB', of='a data set')
     names = dict(who=who, gathers=gathers, shares=shares)
     return text.format(**told, **{name: cb and callback_name(cb) for name,cb in names.items()})
 
