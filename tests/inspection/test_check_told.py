@@ -12,7 +12,15 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from isaac_loop.all import BasicTrainCB, CancelBatchException, DataLoaders, MetricsCB, Trainer, with_cbs
+from isaac_loop.all import (
+    BasicTrainCB,
+    CancelBatchException,
+    DataLoaders,
+    MetricsCB,
+    Trainer,
+    WarmupSchedulerCB,
+    with_cbs,
+)
 from working import found_in
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
@@ -240,6 +248,26 @@ def test_ordinary_loops_say_nothing():
     only_validates = loop(valid=loader())
     only_validates.dls.train = None
     assert "missing_step" not in found_in(only_validates)
+
+
+class MadeCB:
+    "Makes the batches of a pass itself, `n` of them"
+
+    def __init__(self, n):
+        self.n = n
+
+    def before_epoch(self, trainer):
+        if trainer.training:
+            trainer.batches = ((X[:6], Y[:6]) for _ in range(self.n))
+
+
+@pytest.mark.parametrize("n, is_told", [(4, False), (5, True)])
+def test_batches_that_a_callback_makes_are_not_cut_short_and_are_as_many_as_said(n, is_told):
+    "The loader has 4 and gave 2 of them, so the schedule seemed to end too early"
+    trainer = loop(MadeCB(n), WarmupSchedulerCB("linear", warmup=0))
+    assert ("other_length" in found_in(trainer, batches=2)) == is_told
+    heard = [text for text in told(lambda: trainer.fit(2)) if "total_updates" in text]
+    assert bool(heard) == is_told, "as in the fit"
 
 
 def test_in_the_middle_of_a_fit_its_optimizer_is_no_other():

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/inspection/run_rules/37_check_told.ipynb #6b8e64b6
+from ...loop.passes import n_batches
 from ...loop.plan_checks import Finding
 
 # %% ../../../nbs/inspection/run_rules/37_check_told.ipynb #09d932c7
@@ -47,4 +48,12 @@ def told_by_loop(seen):
     "What the loop has warned of in the run, such as two callbacks that do one step"
     for key,(text,callbacks) in seen.heard.items():
         name = TOLD.get(key.partition(' ')[0]) if isinstance(key, str) else 'two_providers'
-        if name: yield Finding(name, text, callbacks)
+        if name and not (key == 'planned' and _is_of_few(seen)): yield Finding(name, text, callbacks)
+
+# %% ../../../nbs/inspection/run_rules/37_check_told.ipynb #0bf712fe
+def _is_of_few(seen):
+    "Whether only the check had more updates than it said, as a callback made more batches than it gave"
+    whole = n_batches(getattr(seen.trainer.dls, 'train', None))
+    made = len({o.where for o in seen.batches if o.where[1] and o.where[0] == 0})
+    n_updates = len([o for o in seen.gradients.steps if o.where[0] == 0])
+    return None not in (whole, seen.n_given) and made > seen.n_given and n_updates <= whole

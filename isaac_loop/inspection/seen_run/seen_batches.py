@@ -182,6 +182,7 @@ class SeenRun(SeenSpans):
         self.reason = None # Why the fit has stopped before its end, if it has
         self.history = [] # Its rows
         self.heard = {} # By key, what the loop has told of, and the callbacks that take part
+        self.n_given = None # How many batches the loader gives for training, None if it has no length
         self.of_model = set() # `id` of the parameters of the model
         self.replaced = set() # `id` of parameters of the model that are no longer in it
 
@@ -280,6 +281,7 @@ def seen_run(
         passes = _few_batches(trainer, n)
         seen = SeenRun(trainer)
         seen.owners.schedules |= schedules
+        seen.n_given = n_batches(getattr(trainer.dls, 'train', None))
         trainer.plan.changes = (*trainer.plan.changes, watching(seen.watch), at_borders(seen.look))
         trainer.plan.told,trainer.plan.heard = set(),seen.heard
         seen.of_model = _parameters_of(trainer.model)
