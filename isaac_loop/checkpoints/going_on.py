@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #d207637f
+import dis
+
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import short_path, warn
@@ -14,12 +16,15 @@ from ..basics.packages import is_ours
 from .counted_fits import belongs_to, why_over
 from .no_effect import warn_of_nothing_trained, warn_of_rates
 from .which_run import explain_fresh, left_before
+from .made_batches import makers_of
+from ..data.fingerprint import data_of
 from ..data.generators import data_generators, PARTS
 from ..data.shared_loaders import exact_instead
 from ..loop.events import callback_name
-from ..state.change_marks import is_outside
+from ..state.change_marks import attributes_of, is_outside
 from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
+from ..state.filled_by_reading import codes_in, functions_of
 from ..state.holders import holders, may_be_state
 from ..state.later_parts import warn_of_exchanged
 from ..state.run_checks import check_fits, data_unchecked
@@ -108,6 +113,27 @@ def _other_parts(trainer, state): return [*other_facts(trainer, state), *new_hol
 _OTHERWISE = ('The run goes on otherwise than it was saved: {}. If that is not meant, make it as it was, or '
               'begin anew in another folder.')
 
+# %% ../../nbs/checkpoints/09_going_on.ipynb #5d7ef5d8
+_GROWN = ('`dls.train.dataset` is a list that `{}` holds. It had {} rows when it was seen first, and has {}. '
+          'A list that is the data is in no checkpoint, so a run that goes on has the rows of the beginning. '
+          'Keep what is new in a list of the callback alone, as by `self.new += ...`, and put both together '
+          'in each `before_epoch`, as by `self.rows[self.n:] = self.new`, with the number of rows at first.')
+
+def _grown_list(trainer):
+    "A list of rows that a callback holds and changes in its length, unless each epoch writes it anew"
+    rows = getattr(getattr(trainer.dls, 'train', None), 'dataset', None)
+    if type(rows) is not list or any(map(_writes_anew, makers_of(trainer))): return None
+    n,now = data_of(trainer)['train'].get('n'),len(rows)
+    def holds(cb): return any(x is rows for x in attributes_of(cb).values())
+    who = [callback_name(cb) for cb in trainer.callbacks if holds(cb)]
+    return (who[0], n, now) if who and n not in (None, now) else None
+
+def _writes_anew(cb):
+    "Whether `before_epoch` of a callback writes into the places of a container"
+    f = functions_of(getattr(cb, 'trainer_class', type(cb))).get('before_epoch')
+    steps = [o for code in codes_in(f.__code__) for o in dis.get_instructions(code)] if f else ()
+    return any(o.opname in ('STORE_SUBSCR', 'STORE_SLICE') or o.argval == 'clear' for o in steps)
+
 # %% ../../nbs/checkpoints/09_going_on.ipynb #d94238eb
 _ANOTHER = ('In the course of this fit {}. Started again, the script begins with the first one, which cannot '
             'go on from what is saved. Have `opt_func` make it with all groups, and freeze what is to learn '
@@ -133,12 +159,14 @@ def tell_exchanged(trainer, told=()):
     loaders = exchanged_loaders(trainer) if 'loaders' not in told else []
     names = exchanged_names(trainer) if 'names' not in told else []
     graph = on_graph(trainer) if 'graph' not in told else []
+    grown = _grown_list(trainer) if 'grown' not in told else None
     later = warn_of_exchanged(trainer, told, layers=not names)
     if opts: warn(_ANOTHER.format(' and '.join(opts)))
     if names: warn(_OTHER_NAMES.format(', '.join(names[:4]) + f' (and {len(names)-4} more)'*(len(names) > 4)))
     if graph: warn(_ON_GRAPH.format(', '.join(f'`{o}`' for o in graph)))
     if loaders: warn(_ANOTHER_LOADER.format(loaders[0]))
-    found = dict(opts=opts, loaders=loaders, names=names, graph=graph)
+    if grown: warn(_GROWN.format(*grown))
+    found = dict(opts=opts, loaders=loaders, names=names, graph=graph, grown=grown)
     return (*told, *later, *(kind for kind,some in found.items() if some))
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #5f28643c

@@ -30,7 +30,8 @@ from ..state.readers import readers_held
 from ..state.loader_parts import generators, loaders_of, put_workers, workers_begun
 from ..state.putting_back import look_for_awaited, put_callbacks, put_first, put_frozen
 from ..state.putting_back import put_generators, put_mode, put_position, put_random, put_state
-from ..state.run_state import is_in_pass
+from ..state.run_checks import check_length
+from ..state.run_state import first_length, is_in_pass, length_of
 from ..state.told_states import check_states
 from ..state.errors import ResumeMismatch
 from ..state.script_facts import note_frozen, note_parts, script_facts
@@ -79,7 +80,8 @@ class ResumingCB:
         self._elsewhere = bool(found and (found[1]['pass_start'] or {}).get('again'))
         note_frozen(trainer)
         self._kept_before = kept_in(getattr(trainer.dls, 'train', None))
-        data_of(trainer), loss_of(trainer), script_facts(trainer) # As they are now, for all saves of this fit
+        first_length(trainer), data_of(trainer), loss_of(trainer) # As they are now, for all saves of this fit
+        script_facts(trainer)
         trainer.epochs = self._epochs(trainer, trainer.epochs)
         trainer._resuming.append(self._passes)
 
@@ -209,6 +211,7 @@ def _pass(self:ResumingCB, trainer, batches):
         state = self._restore(trainer)
         trainer._source.updates_before = trainer.n_updates
         put_first(trainer, state)
+        check_length(trainer, state)
         batches = self._rest(trainer, batches, state, done, begun)
     else:
         own = {name: o.get_state() for name,o in generators(trainer).items()}
@@ -271,11 +274,15 @@ def start_of_pass(trainer):
     now = readers_held(trainer)
     if now: found['readers'] = dict(begun=innermost._readers, now=now)
     noted = before is not None or trainer._source.read_again
-    if not noted or not (again or is_made(trainer, innermost._is_wrapped)): return found
+    if not noted or not (again or _is_made(trainer, innermost._is_wrapped)): return found
     if not again: return found | {'before': before, 'last': None}
     place = place_in_pass(trainer, innermost._walked, innermost._in_step)
     place['kept'] = _kept_since(trainer, trainer.dl)
     return found | {'before': before, 'last': digest_of(innermost._last), 'place': place}
+
+def _is_made(trainer, wrapped):
+    "Whether `before_epoch` may have to do with what the batches of this pass are"
+    return is_made(trainer, wrapped) or first_length(trainer) != length_of(trainer)
 
 def _resuming(trainer):
     "Who sees the batches first as they come from the loader and from what is put around it, and who last"

@@ -12,12 +12,12 @@ from torch import nn, optim
 from ..basics.checks import warn
 from ..data.fingerprint import data_of, differences, loss_of, unchecked
 from ..data.resumable_loaders import harm_of
-from ..loop.passes import n_batches
 from .errors import CheckpointCorrupt, ResumeMismatch, StateOwnerMissing
 from .fitting_weights import differing, numbers_for, other_types, with_empty
 from .later_parts import is_begun_with
 from .loader_parts import loaders_of
-from .run_state import is_in_pass
+from .readers import put_readers_of
+from .run_state import first_length, is_in_pass, length_of
 from .told_states import stateful_callbacks
 from .trainer_parts import as_named_now, bare, further_names, opts_made, opts_of, parts_of
 from .states_of_processes import _digest_of
@@ -171,9 +171,19 @@ def _has_others(trainer, state, name):
 # %% ../../nbs/state/64_run_checks.ipynb #6334891c
 def _lengths(trainer, state):
     "A training loader with another number of batches, in the middle of an epoch"
-    if not is_in_pass(state['position']) or 'train' in state['loaders']: return
-    saved,now = state['position']['n_batches'],n_batches(getattr(trainer.dls, 'train', None))
+    if not _has_length(state) or _length_varies(trainer, state): return # It is compared in the pass
+    saved,now = state['position']['n_batches'],length_of(trainer)
     if saved != now: yield f'`dls.train`: it had {saved} batches, and has {now}'
+
+def _has_length(state):
+    "Whether a run was saved in a pass over a loader that does not know its position"
+    return is_in_pass(state['position']) and 'train' not in state['loaders']
+
+def _length_varies(trainer, state):
+    "Whether rows came or went in the course of the saved run, or of this one"
+    saved = state['position']['n_batches']
+    first = state['position'].get('first_length', saved) # Earlier versions have not noted it
+    return saved != first or length_of(trainer) != first_length(trainer)
 
 def _kind_of(state):
     "How a training loader of this state finds its place"
@@ -283,3 +293,19 @@ def _has_state(callback):
     "Whether a callback tells anything about itself at present; who cannot tell yet may have something"
     try: return callback.state_dict() != {}
     except Exception: return True
+
+# %% ../../nbs/state/64_run_checks.ipynb #af4e518f
+_IN_PASS = ('`dls.train`: it had {} batches in epoch {}, and has {} now that `before_epoch` has run. '
+            'Rows that come or go in the course of a run must be there again: set them in each '
+            '`before_epoch`, by `trainer.epoch` or by what a callback keeps in an attribute')
+
+def check_length(
+    trainer, # That goes on in a pass; `before_epoch` has run, and the state is back
+    state:dict, # As `take_state` gave it
+):
+    "Raise `ResumeMismatch` if the pass would be read from another number of rows"
+    if not _has_length(state) or state['position']['n_batches'] == length_of(trainer): return
+    put_readers_of(trainer, state['pass_start'], 'begun') # A number of the dataset may say how many it has
+    saved,now = state['position']['n_batches'],length_of(trainer)
+    line = _IN_PASS.format(saved, state['position']['epoch'], now)
+    if saved != now: raise ResumeMismatch(_MISMATCH.format(_as_list([line]), ''))

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 from ..basics.tensors import is_part, map_tensors, whole
-from ..data.fingerprint import data_of, loss_of
+from ..data.fingerprint import Seen, data_of, loss_of
 from ..loop.events import callback_name
 from ..loop.shared_attributes import offered, offering
 from ..loop.passes import n_batches
@@ -91,12 +91,21 @@ def _state_of(name, callback):
         raise
 
 # %% ../../nbs/state/60_run_state.ipynb #c185008f
+def length_of(trainer):
+    "Batches of the training loader now"
+    return n_batches(getattr(trainer.dls, 'train', None))
+
+def first_length(trainer):
+    "Batches of the training loader when it was asked first: before a callback could change its rows"
+    seen,dl = vars(trainer).setdefault('_data_seen', Seen()),getattr(trainer.dls, 'train', None)
+    return seen.get('length', dl, n_batches)
+
 def _position(trainer, epoch, batches, finished):
     "Where the run stands"
     reason = None if trainer.stop_reason is None else str(trainer.stop_reason)
     return dict(fit=trainer.history.fit, epoch=epoch, batches=batches, n_updates=trainer.n_updates,
                 n_epochs=trainer.n_epochs, lr=float(trainer.lr), finished=finished, stop_reason=reason,
-                n_batches=n_batches(getattr(trainer.dls, 'train', None)),
+                n_batches=length_of(trainer), first_length=first_length(trainer),
                 model_trains=bool(getattr(trainer.model, 'training', False)))
 
 def is_in_pass(
