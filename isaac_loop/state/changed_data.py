@@ -13,11 +13,12 @@ from types import FunctionType
 from zlib import crc32
 
 import torch
+from torch import nn
 from torch.utils.data import Sampler, Subset
 
 from ..basics.checks import warn
 from .change_marks import CONTAINERS, SIMPLE, Same, attributes_of, digest_of_bytes
-from .data_writers import DataWriters
+from .data_writers import DataWriters, numbers_of
 from .filled_by_reading import codes_in, filled_by_reading, functions_of, written_in
 from .filled_objects import is_array
 from .held_callables import is_users
@@ -50,13 +51,18 @@ def _of_array(x):
     step = 1 if x.nbytes <= _BYTES else x.size//10_000 + 1
     return x.dtype,x.shape,crc32((x if step == 1 else x.flat[::step]).tobytes())
 
+def _sampled(x, values=None):
+    "Entries to look at in turn"
+    values = list(x.values() if isinstance(x, dict) else x) if values is None else values
+    some = values if len(values) <= _SOME else values[::len(values)//_SOME]
+    return [o for o in some if type(o) not in SIMPLE]
+
 def _of_container(x, bytes_too):
     if isinstance(x, (set, frozenset)): return type(x),len(x),frozenset(x) if len(x) <= _ENTRIES else None
     listed = x.values() if isinstance(x, dict) else x
     values = list(listed) if len(x) <= _ENTRIES else list(islice(listed, 0, None, len(x)//10_000))
     keys = [_Entries(x, list(x))] if isinstance(x, dict) and len(x) <= _ENTRIES else []
-    some = values if len(values) <= _SOME else values[::len(values)//_SOME]
-    deeper = [look_at(o, len(x) <= _FEW and bytes_too) for o in some if type(o) not in SIMPLE]
+    deeper = [look_at(o, len(x) <= _FEW and bytes_too) for o in _sampled(x, values)]
     return _Entries(x, values),keys,deeper
 
 def look_at(x, bytes_too=True, depth=4):
@@ -96,9 +102,9 @@ def _counts(x):
 
 def train_of(trainer): return getattr(getattr(trainer, 'dls', None), 'train', None)
 
-def under_loader(trainer):
-    "Pairs of an object under the training loader and who has it, by path"
-    dl,model = train_of(trainer),bare(getattr(trainer, 'model', None))
+def under_loader(trainer, dl=None):
+    "Pairs of an object under the training loader, or another one, and who has it, by path"
+    dl,model = train_of(trainer) if dl is None else dl,bare(getattr(trainer, 'model', None))
     near = deque((path, x, None) for path,x in _roots(dl).items())
     seen,found = {id(o) for o in (trainer, model, dl, *getattr(trainer, 'callbacks', ()))},{}
     while near and len(seen) < _MANY:
@@ -112,9 +118,28 @@ def under_loader(trainer):
 # %% ../../nbs/state/47_changed_data.ipynb #1b138863
 def _name_in(path): return path.rpartition('.')[2].partition('[')[0]
 
-def _is_held(cb, x, name):
-    "Whether a callback has an object, or sets one of this name when its state is loaded"
-    if any(o is x for o in attributes_of(cb).values()): return True
+def _kept_of(trainer):
+    "What callbacks, modules and the loss function have in attributes: that is saved"
+    roots = [bare(getattr(trainer, k, None)) for k in ('model', 'loss_func')]
+    owners = [m for x in roots for m in (x.modules() if isinstance(x, nn.Module) else [x])]
+    found = [x for owner in (*owners, *trainer.callbacks) for x in attributes_of(owner).values()]
+    found += [x for m in owners if isinstance(m, nn.Module) for x in m._buffers.values()]
+    found += [part for x in found if type(x) in (tuple, list, dict) for part in _sampled(x)]
+    return [x for x in found if type(x) not in SIMPLE]
+
+def _is_kept(x, kept, was, now):
+    "Whether an object is among what is `kept`, or each part that has changed in it"
+    if any(o is x for o in kept): return True
+    try: place = numbers_of(x)
+    except Exception: return False
+    if place is not None: return any(numbers_of(o) == place for o in kept)
+    looks = [o for o in (was, now) if isinstance(o, tuple) and o[0] == 'container']
+    if len(looks) < 2 or was[1:3] != now[1:3]: return False
+    changed = [o for o in zip(_sampled(x), was[3], now[3]) if o[1] != o[2]]
+    return bool(changed) and all(_is_kept(part, kept, a, b) for part,a,b in changed)
+
+def _is_set_by(cb, name):
+    "Whether a callback sets an attribute of this name when its state is loaded"
     load = functions_of(type(cb)).get('load_state_dict')
     return load is not None and any(name in code.co_names for code in codes_in(load.__code__))
 
@@ -123,10 +148,17 @@ def _is_carried_on(trainer, owner, name):
     functions = [*users_functions(trainer), *functions_of(type(owner)).values()]
     return any(name in written_in(code)[1] for f in functions for code in codes_in(f.__code__))
 
+def _inside(trainer, found):
+    "What lies under the loaders, and what reads it"
+    valid = getattr(getattr(trainer, 'dls', None), 'valid', None)
+    inside = [x for pair in [*found.values(), *under_loader(trainer, valid).values()] for x in pair]
+    for dl in (train_of(trainer), valid): inside += [dl, *attributes_of(dl).values()]
+    return [x for x in inside if type(x) not in SIMPLE]
+
 def _by_somebody(trainer, found, paths):
     "Those of the paths to which somebody beside the data may have written"
-    writers = DataWriters(trainer, found) if paths else None
-    return [path for path in paths if writers.may_write(found[path][0], _name_in(path))]
+    writers = DataWriters(trainer, _inside(trainer, found)) if paths else None
+    return [path for path in paths if writers.may_write(found[path][0], _name_in(path), found[path][1])]
 
 def _fills_itself(owner, name):
     return name in filled_by_reading(type(owner)) or name in _said(owner)
@@ -154,6 +186,7 @@ class ChangedData:
         self.own,self.told = (set(former.own),set(former.told)) if former else (set(),set())
         self.anew = set(former.anew) if former else set() # Paths that any epoch has set at its beginning
         self.begun,self.set = {},{} # What there was when this epoch began; looks at what that has set
+        self.looks,self.touched = None,False # The same as looks, if asked for; has the beginning written?
         self.reads,self.in_pass = None,False # Looks before the first batch of the fit; does an epoch train?
 
     def _looks(self, trainer):
@@ -166,8 +199,11 @@ class ChangedData:
         self.objects = {path: Same(x) for path,(x,_) in found.items()}
         self.reads = False
 
-    def begin_epoch(self, trainer):
-        self.begun,self.set = {path: Same(x) for path,(x,_) in under_loader(trainer).items()},{}
+    def begin_epoch(self, trainer, closely=False):
+        "Remember what there is before the beginning of an epoch, `closely` if that may write"
+        found = under_loader(trainer)
+        self.begun,self.set = {path: Same(x) for path,(x,_) in found.items()},{}
+        self.looks = {path: look_at(x) for path,(x,_) in found.items()} if closely else None
 
     def end_beginning(self, trainer):
         "Note what the beginning of the epoch has set"
@@ -175,6 +211,8 @@ class ChangedData:
         new = {path: x for path,(x,_) in found.items() if self.begun.get(path) != Same(x)}
         self.set = {path: look_at(x) for path,x in new.items()} if self.begun else {}
         self.anew |= self.set.keys()
+        now = {path: look_at(x) for path,(x,_) in found.items()} if self.looks is not None else None
+        self.touched,self.looks = now != self.looks,None
 
     def begin_reading(self, trainer):
         "Note what stands before the first batch of the fit is read"
@@ -195,14 +233,15 @@ class ChangedData:
         self.saved = Same(self.dl),now
         others = [path for path in now if self.was.get(path) != now[path] and path not in self.own]
         others = _by_somebody(trainer, found, others)
-        return [path for path in others if not self._comes(trainer, path, *found[path], now[path])]
+        return [p for p in others if not self._comes(trainer, p, *found[p], self.was.get(p), now[p])]
 
-    def _comes(self, trainer, path, x, owner, look):
+    def _comes(self, trainer, path, x, owner, was, look):
         "Whether a run that goes on has it without being told of"
         name = _name_in(path)
         if _fills_itself(owner, name): return True
+        if any(_is_set_by(cb, name) for cb in trainer.callbacks): return True
         is_there = self.objects.get(path) == Same(x)
-        if any(_is_held(cb, x if is_there else self, name) for cb in trainer.callbacks): return True
+        if is_there and _is_kept(x, _kept_of(trainer), was, look): return True
         is_set = path in self.set and self.set[path] == look
         return is_set and not _is_carried_on(trainer, owner, name)
 
@@ -225,7 +264,8 @@ class ChangedData:
         again = self.own | self.anew
         others = [p for p,(x,_) in found.items() if p not in again and saved[1].get(p) != look_at(x)]
         others = _by_somebody(trainer, found, others)
-        others = [p for p in others if not self._comes(trainer, p, *found[p], None)]
+        now = {p: look_at(found[p][0]) for p in others}
+        others = [p for p in others if not self._comes(trainer, p, *found[p], saved[1].get(p), now[p])]
         if others: warn(_SINCE.format(', '.join(f'`{p}`' for p in others[:8]), others[0]))
 
 def changes_of(trainer):

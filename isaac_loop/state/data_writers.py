@@ -5,52 +5,192 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/state/49_data_writers.ipynb #43a8dc70
-from types import FunctionType
+# %% ../../nbs/state/49_data_writers.ipynb #8b4b2ace
+import dis
+from functools import partial
+from inspect import unwrap
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 
+import torch
+from torch import nn
+
+from .attribute_uses import ENTRY, READ, READS, SET, WRITE, has_firm_entries, uses_in
 from .carried_values import carried_by
-from .change_marks import is_installed
-from .filled_by_reading import READS, codes_in, functions_of
-from .moments import users_functions
+from .change_marks import CONTAINERS, SIMPLE, attributes_of, is_installed
+from .filled_by_reading import codes_in, functions_of
+from .filled_objects import is_array
+from .moments import BEGINNING
 
-# %% ../../nbs/state/49_data_writers.ipynb #0c45e6c7
-def _called_by(f):
-    "Functions of the user's own among the names that a function has from its module"
-    names = (name for code in codes_in(f.__code__) for name in code.co_names)
-    found = (f.__globals__.get(name) for name in names)
-    return [o for o in found if isinstance(o, FunctionType) and not is_installed(str(o.__module__))]
+# %% ../../nbs/state/49_data_writers.ipynb #ad8fb79e
+def _functions_in(x, names=()):
+    "Functions of the user's own in a value; of a module those of these names"
+    if isinstance(x, ModuleType):
+        own = () if is_installed(x.__name__) else (vars(x).get(k) for k in names)
+        own = [o for o in own if not isinstance(o, ModuleType)]
+        return [f for part in own for f in _functions_in(part)]
+    if isinstance(x, partial): return _functions_in(x.func)
+    x = getattr(x, '__func__', x)
+    if isinstance(x, FunctionType): return [unwrap(x)] if not is_installed(str(unwrap(x).__module__)) else []
+    kind = x if isinstance(x, type) else type(x)
+    return [unwrap(f) for name,f in functions_of(kind).items() if name == '__call__' or name[:2] != '__']
 
-def _everybody(trainer, most=300):
-    "The functions of the user's own that may write in the course of a fit, and those that they call"
-    near,found = list(users_functions(trainer)),{}
+def _names_of(f): return {name for code in codes_in(f.__code__) for name in code.co_names}
+
+def _around(f):
+    "What a function has around it: by names of its module, and what it carries along"
+    return [*(f.__globals__[k] for k in _names_of(f) if k in f.__globals__), *(x for _,x in carried_by(f))]
+
+def _reached(start, methods=(), without=(), most=500):
+    "Functions, and those to which they lead; `methods` has more by name"
+    near,found = list(start),{}
     while near and len(found) < most:
         f = near.pop()
-        f = f if isinstance(f, FunctionType) else getattr(f, '__wrapped__', None)
-        if not isinstance(f, FunctionType) or id(f) in found: continue
-        found[id(f)] = f
-        near += [*_called_by(f), *(x for _,x in carried_by(f) if isinstance(x, FunctionType))]
+        if not isinstance(f, FunctionType) or id(f) in found or id(f) in without: continue
+        found[id(f)],names = f,_names_of(f)
+        near += [g for x in _around(f) for g in _functions_in(x, names)]
+        near += [g for name in names if name in methods for g in methods[name]]
     return [*found.values()]
 
-# %% ../../nbs/state/49_data_writers.ipynb #73d1c181
+# %% ../../nbs/state/49_data_writers.ipynb #b8c4bf41
+def _is_own(kind): return not is_installed(str(kind.__module__))
+
+def _entries(x): return list(x.values() if isinstance(x, dict) else x) if len(x) <= 100 else []
+
+def _held_by(roots, without, most=1000):
+    "Objects with functions of the user's own among `roots` and what they hold, but none of `without`"
+    near,seen,found = list(roots),set(without),[]
+    while near and len(seen) < most:
+        x = near.pop()
+        if type(x) in SIMPLE or id(x) in seen: continue
+        seen.add(id(x))
+        if isinstance(x, CONTAINERS): near += _entries(x)
+        elif isinstance(x, (FunctionType, MethodType, partial)): found.append(x)
+        if isinstance(x, MethodType): near.append(x.__self__)
+        elif any(x is o for o in roots) or isinstance(x, (nn.Module, SimpleNamespace)) or _is_own(type(x)):
+            found.append(x)
+            near += attributes_of(x).values()
+    return found
+
+def _outsiders(trainer, inside):
+    "Functions of the user's own that may write in the course of a fit, but for those of what lies `inside`"
+    split = getattr(getattr(trainer, 'dls', None), 'split', None)
+    callbacks = list(getattr(trainer, 'callbacks', ()))
+    roots = [trainer, split, *callbacks, *(getattr(trainer, k, None) for k in ('model', 'loss_func', 'opt'))]
+    found = [f for x in _held_by(roots, {id(o) for o in inside}) for f in _functions_in(x)]
+    return [f for f in found if f.__name__ not in BEGINNING]
+
+# %% ../../nbs/state/49_data_writers.ipynb #f49b9d9b
+_MAKING = set('''__init__ __new__ __post_init__ __setstate__ __getstate__ __reduce__
+    __init_subclass__'''.split())
+
+def _handed_on(kind):
+    "Names of methods that a class hands to somebody when an object is made"
+    init = functions_of(kind).get('__init__')
+    codes = [] if init is None else codes_in(init.__code__)
+    steps = [step for code in codes for step in dis.get_instructions(code)]
+    return {o.argval for o in steps if o.opname == 'LOAD_ATTR' and 'NULL' not in o.argrepr}
+
+def _readers(inside, methods):
+    "The functions of the user's own that run when data are read"
+    kinds = {type(x) for x in inside}
+    called = (x for x in inside if isinstance(x, (FunctionType, MethodType, partial)))
+    start = [f for x in called for f in _functions_in(x)]
+    for kind in kinds:
+        handed = _handed_on(kind)
+        start += [f for name,f in functions_of(kind).items() if name in READS or name in handed
+                  or (name[:2] == '__' and name not in _MAKING)]
+    return _reached(start, methods)
+
+# %% ../../nbs/state/49_data_writers.ipynb #c9e77ae8
+_ANY = {'setattr','__dict__','vars','__setattr__','exec','IMPORT'}
+
+def numbers_of(x):
+    "Where the numbers of a tensor or an array begin, and how many bytes they take; else None"
+    if is_array(x): return x.__array_interface__['data'][0],x.nbytes
+    is_plain = isinstance(x, torch.Tensor) and x.layout is torch.strided and x.device.type != 'meta'
+    return (x.data_ptr(), x.numel()*x.element_size()) if is_plain else None
+
+def _storage(x):
+    "Where the numbers of a tensor or an array lie, also for one that only shows a part; else what `x` is"
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided and x.device.type != 'meta':
+        return 'numbers',x.untyped_storage().data_ptr()
+    if is_array(x):
+        while is_array(x.base): x = x.base
+        return 'numbers',x.__array_interface__['data'][0]
+    return id(x)
+
+def place_of(x):
+    "What two objects have in common if who writes to one writes to the other"
+    try: return _storage(x)
+    except Exception: return id(x) # It has none
+
+class Uses:
+    "What functions may do with attributes, and what they have around them"
+    def __init__(self, functions):
+        codes = [code for f in functions for code in codes_in(f.__code__)]
+        self.names,self.of = {name for code in codes for name in code.co_names},{}
+        for code in codes:
+            for name,use in uses_in(code).items(): self.of[name] = max(use, self.of.get(name, READ))
+        self.texts = {x for code in codes for x in code.co_consts if type(x) is str}
+        self.around = {place_of(x) for f in functions for x in _around(f) if type(x) not in SIMPLE}
+        steps = (step for code in codes for step in dis.get_instructions(code))
+        imports = any(step.opname == 'IMPORT_NAME' for step in steps)
+        self.any = imports or not _ANY.isdisjoint(self.names)
+
+    def may_write(self, x, name):
+        "Whether they may write to an attribute of this name, or to its object"
+        use = self.of.get(name, READ)
+        is_data = isinstance(x, (torch.Tensor, *CONTAINERS, bytearray)) or is_array(x)
+        if not is_data: return use == SET
+        return use >= WRITE or (use == ENTRY and not has_firm_entries(x)) or self.has_around(x)
+
+    def has_around(self, x):
+        parts = _entries(x) if isinstance(x, CONTAINERS) else []
+        return any(place_of(o) in self.around for o in (x, *parts) if type(o) not in SIMPLE)
+
+# %% ../../nbs/state/49_data_writers.ipynb #7f374301
+_BUILTIN = {name for kind in (*CONTAINERS, torch.Tensor, str) for name in dir(kind)}
+_KNOWN = set('''torch.utils.data.dataset torch.utils.data.sampler torch.nn.modules.module typing abc
+    builtins'''.split())
+
+def _is_known(owner):
+    "Whether all code of an object that runs when it is read can be looked at"
+    if owner is None or type(owner) in CONTAINERS: return True
+    bases = [str(base.__module__) for base in type(owner).__mro__]
+    return all(o in _KNOWN or not is_installed(o) for o in bases) and type(owner) is not partial
+
 class DataWriters:
-    "What the user's functions name, and what they have around them"
+    "Who may have written to what lies under a loader: what reads it, or somebody else"
     def __init__(self,
         trainer, # With callbacks
-        found:dict, # Pairs of an object under the loader and who has it, by path
+        inside, # Objects under the loaders, and what reads them
     ):
-        functions = _everybody(trainer)
-        codes = [code for f in functions for code in codes_in(f.__code__)]
-        self.names = {name for code in codes for name in code.co_names}
-        self.names |= {x for code in codes for x in code.co_consts if type(x) is str}
-        around = [x for f in functions for _,x in carried_by(f)]
-        around += [f.__globals__.get(name) for f in functions for name in f.__code__.co_names]
-        self.around = set(map(id, around))
-        kinds = {type(x) for x,_ in found.values()}
-        self.methods = {name for kind in kinds for name in functions_of(kind) if name not in READS}
+        kinds,self.methods = {type(x) for x in inside},{}
+        for kind in kinds:
+            for name,f in functions_of(kind).items(): self.methods.setdefault(name, []).append(unwrap(f))
+        readers,own = _readers(inside, self.methods),{id(f) for some in self.methods.values() for f in some}
+        others = _reached(_outsiders(trainer, inside), without=own)
+        self.readers,self.others = Uses(readers),Uses(others)
+        called = [f for name in self.methods.keys() & self.others.names for f in self._called(name, readers)]
+        self.by_method = Uses(_reached(called, self.methods))
+
+    def _called(self, name, readers):
+        "Methods of the data of this name that others may call; `get` may be that of a `dict`"
+        if name[:2] == '__': return []
+        return [f for f in self.methods[name] if not (name in _BUILTIN and any(f is o for o in readers))]
 
     def may_write(self,
         x, # An object under the loader
         name:str, # Of its attribute
+        owner, # Who has it
     )->bool:
-        "Whether one of the functions names the attribute or a method of the data, or has the object"
-        return name in self.names or id(x) in self.around or not self.methods.isdisjoint(self.names)
+        "Whether somebody beside the data may have written to it, or must have"
+        if not self._reading_may(x, name, owner): return True
+        others = (self.others, self.by_method)
+        return any(o.may_write(x, name) for o in others) or name in self.others.texts
+
+    def _reading_may(self, x, name, owner):
+        by_type = getattr(type(owner), name, None) # Such as a `cached_property`
+        is_made = hasattr(by_type, '__get__') and not isinstance(by_type, property)
+        if self.readers.any or is_made or not _is_known(owner): return True
+        return self.readers.may_write(x, name)

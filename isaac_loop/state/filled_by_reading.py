@@ -10,13 +10,10 @@ import dis
 from functools import cached_property, lru_cache
 from types import CodeType, FunctionType
 
+from .attribute_uses import FILLS, READS
 from .change_marks import is_installed
 
 # %% ../../nbs/state/46_filled_by_reading.ipynb #5eeda09f
-_FILLS = set('''append appendleft extend add update setdefault insert pop popitem popleft clear remove discard
-    move_to_end sort reverse fill put share_memory_ fill_ copy_ zero_ add_ sub_ mul_ div_
-    index_put_'''.split())
-
 def _stores_entry(steps, i):
     "Whether an entry of what step `i` has loaded is stored"
     depth = 1 # Of the stack, from this object on
@@ -42,14 +39,11 @@ def written_in(code):
         elif step.opname in ('LOAD_ATTR', 'LOAD_METHOD'):
             loaded.add(step.argval)
             then = steps[i+1:i+2]
-            calls = any(o.opname in ('LOAD_ATTR', 'LOAD_METHOD') and o.argval in _FILLS for o in then)
+            calls = any(o.opname in ('LOAD_ATTR', 'LOAD_METHOD') and o.argval in FILLS for o in then)
             if calls or _stores_entry(steps, i): filled.add(step.argval)
     return frozenset(put | filled),frozenset(carried)
 
 # %% ../../nbs/state/46_filled_by_reading.ipynb #696b8a4a
-READS = set('''__getitem__ __getitems__ __iter__ __next__ __len__ __call__ __getattr__ __contains__ forward
-    set_epoch'''.split())
-
 def _function_in(x):
     "The function in a property, or in what is put around one; else None"
     x = x.fget if isinstance(x, property) else x.func if isinstance(x, cached_property) else x

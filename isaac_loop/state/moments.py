@@ -50,7 +50,7 @@ def _set_in(code):
 def _is_none(step): return step.opname.startswith('LOAD_CONST') and step.argval is None
 
 # %% ../../nbs/state/28_moments.ipynb #333c21f5
-_BEGINNING = {'__init__','before_fit'} # A run that goes on does these again
+BEGINNING = {'__init__','before_fit'} # A run that goes on does these again
 
 def users_functions(trainer):
     "The functions of the user's own that may set something in the course of a fit"
@@ -58,7 +58,7 @@ def users_functions(trainer):
     everybody = [x for x in everybody if getattr(x, 'on_train', True) is not False]
     found = [(x.__name__, x) for x in everybody if isinstance(x, FunctionType)]
     for kind in {type(x) for x in everybody}: found += own_methods(kind).items()
-    return [f for name,f in found if name not in _BEGINNING]
+    return [f for name,f in found if name not in BEGINNING]
 
 def own_methods(
     kind:type, # Any class
