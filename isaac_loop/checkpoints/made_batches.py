@@ -102,13 +102,17 @@ def _frame_of_ours(batches):
     frame = getattr(batches, 'gi_frame', None)
     return frame if frame and frame.f_globals.get('__name__', '').startswith('isaac_loop.') else None
 
+def is_set_anew(trainer):
+    "Whether somebody has set another loader for this pass"
+    return trainer.dl is not trainer._source.chosen
+
 def is_made(
     trainer, # In a pass
     wrapped:bool, # Has somebody put other batches in the place of the loader's?
 )->bool:
     "Whether somebody has set another loader, limited its batches, or wrapped those of one that is read again"
     source,read_again = trainer._source,not hasattr(trainer.dl, 'load_state_dict')
-    is_other = source.limit is not None or trainer.dl is not source.chosen
+    is_other = source.limit is not None or is_set_anew(trainer)
     return is_other or (read_again and (wrapped or reads_loaders(trainer.dl)))
 
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #d15d24f6
@@ -196,6 +200,10 @@ _BY_ROWS = ('{} in the saved run, so the run would go on with other batches: {} 
             'which the run keeps how it stood when it was saved, and not how it stood at that beginning. '
             'Let the rows draw from the usual sources, such as `torch.rand`. This run can go on from a '
             'checkpoint between two epochs, or with `strict=False` as another run.')
+_BY_PLAIN = ('Batch {} of epoch {} came out otherwise when it was read again, so the run may be another '
+             'one: {} made its loader in `before_epoch`. Keep what that is made of in an attribute of the '
+             'callback; if its rows draw random numbers, and the model draws as well, make it with '
+             '`exact_loader`.')
 _ITS_ROWS = 'its rows draw from {}, which stands elsewhere by now'
 _MADE = '{} made it of random numbers or of weights that are others by now'
 _PERHAPS = ('Batch {} of epoch {} came out otherwise when it was read again, since {}. The next ones come '
@@ -223,12 +231,19 @@ def check_made_again(
     perhaps = not others and (was and was['in_step'] and place['in_step'] if here is None else here)
     why = _ITS_ROWS.format(own) if own else _MADE.format(names)
     if perhaps: return warn(_PERHAPS.format(n, position['epoch'], why))
+    if _may_draw_otherwise(trainer): return warn(_BY_PLAIN.format(n, position['epoch'], names))
     where = f'atch {n} of epoch {position["epoch"]}'
     what = f'After b{where} come others than' if here is False else f'B{where} is another one than'
     message = (_ANOTHER if makers or not trainer._source.read_again else _BY_LOADER).format(what, names)
     if own: message = _BY_ROWS.format(what, names, own)
     if strict: raise ResumeMismatch(message)
     warn(message)
+
+def _may_draw_otherwise(trainer):
+    "Whether a plain loader was made for this pass, and without the model: then rows may only draw otherwise"
+    dl = vars(trainer).get('dl')
+    if dl is None or not is_set_anew(trainer) or hasattr(dl, 'load_state_dict'): return False
+    return not any(uses_model(_kind_of(cb), True) for cb in makers_of(trainer))
 
 def _names_of_makers(trainer):
     loaders = [f'`{type(trainer.dl).__name__}.__iter__`'] if trainer._source.read_again else []
@@ -256,17 +271,30 @@ def _is_call(step):
     "Whether a step loads what is called like a method: it is called `LOAD_METHOD` until Python 3.11"
     return step.opname == 'LOAD_METHOD' or (step.opname == 'LOAD_ATTR' and 'NULL' in step.argrepr)
 
+def _kind_of(cb): return getattr(cb, 'trainer_class', type(cb))
+
+def _model_in(steps, passed_on):
+    "Whether steps call the model, or load it without looking into it, if it may be `passed_on`"
+    pairs = [(step, then) for step,then in zip(steps, steps[1:]) if step.argval == 'model']
+    if any(_is_call(step) for step,_ in pairs): return True
+    looked_into = 'LOAD_ATTR','LOAD_METHOD','STORE_ATTR'
+    return passed_on and any(step.opname == 'LOAD_ATTR' and then.opname not in looked_into
+                             for step,then in pairs)
+
 @lru_cache(maxsize=256)
-def _calls_model(kind, name):
-    "Whether a method, or one of its class to which it leads, calls the model"
-    functions,near,seen = functions_of(kind),[name],set()
+def uses_model(
+    kind, # A class of the user's own
+    passed_on=False, # May it give the model to somebody else, who calls it?
+):
+    "Whether `before_epoch`, or a method of its class to which it leads, calls the model"
+    functions,near,seen = functions_of(kind),['before_epoch'],set()
     while near:
         name = near.pop()
         if name in seen or name not in functions: continue
         seen.add(name)
         codes = codes_in(functions[name].__code__)
-        steps = (step for code in codes for step in dis.get_instructions(code))
-        if any(_is_call(step) and step.argval == 'model' for step in steps): return True
+        steps = [step for code in codes for step in dis.get_instructions(code)]
+        if _model_in(steps, passed_on): return True
         near += (k for code in codes for k in code.co_names)
     return False
 
@@ -276,9 +304,10 @@ def warn_of_unusable(
     told:set, # Gets what was said
 ):
     "Say once that a run cannot go on from the middle of an epoch"
-    if not start.get('again') or 'made' in told: return
-    kinds = {callback_name(cb): getattr(cb, 'trainer_class', type(cb)) for cb in makers_of(trainer)}
-    names = [f'`{name}`' for name,kind in kinds.items() if _calls_model(kind, 'before_epoch')]
+    set_anew = is_set_anew(trainer)
+    if not (start.get('again') or set_anew) or 'made' in told: return
+    kinds = {callback_name(cb): _kind_of(cb) for cb in makers_of(trainer)}
+    names = [f'`{name}`' for name,kind in kinds.items() if uses_model(kind, set_anew)]
     if not names: return
     told.add('made')
     warn(_UNUSABLE.format(' or '.join(names)))

@@ -12,7 +12,7 @@ from fastcore.basics import patch
 
 from ..basics.checks import warn
 from ..basics.settings import show_settings
-from .made_batches import are_wrapped, check_made_again, digest_of, is_made
+from .made_batches import are_wrapped, check_made_again, digest_of, is_made, is_set_anew
 from .made_batches import others_kept, warn_of_kept
 from .standing import kept_in
 from .made_batches import drawn_in, own_numbers, parts_of_batch, place_in_pass
@@ -100,7 +100,7 @@ class ResumingCB:
                 continue
             self._find_again(trainer, epoch)
             walked,self._has_handed = True,False
-            changes_of(trainer).begin_epoch(trainer)
+            changes_of(trainer).begin_epoch(trainer, self._before is not None)
             yield epoch
             changes_of(trainer).in_pass = False
             self._look_for_awaited(trainer)
@@ -274,8 +274,10 @@ def start_of_pass(trainer):
     now = readers_held(trainer)
     if now: found['readers'] = dict(begun=innermost._readers, now=now)
     noted = before is not None or trainer._source.read_again
-    if not noted or not (again or _is_made(trainer, innermost._is_wrapped)): return found
-    if not again: return found | {'before': before, 'last': None}
+    if not noted: return found
+    is_other = _is_made(trainer, innermost._is_wrapped) or changes_of(trainer).touched
+    if not (again or is_other): return found
+    if not (again or is_set_anew(trainer)): return found | {'before': before, 'last': None}
     place = place_in_pass(trainer, innermost._walked, innermost._in_step)
     place['kept'] = _kept_since(trainer, trainer.dl)
     return found | {'before': before, 'last': digest_of(innermost._last), 'place': place}
