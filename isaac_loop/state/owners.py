@@ -60,8 +60,7 @@ class World:
         parts += [p.grad for p in parts if isinstance(p, nn.Parameter) and p.grad is not None]
         parts += [part for opt in opts for part in (opt, opt.state, opt.param_groups, *opt.param_groups)]
         loaders = [getattr(own.get('dls'), o, None) for o in ('train', 'valid')]
-        data = [x for dl in loaders for x in _data_of(dl)]
-        parts += [*loaders, *(x for x in data if type(x) not in (list, dict))] # Rows that are held may change
+        parts += [*loaders, *(data for dl in loaders for data in _data_of(dl))]
         return {id(o) for o in parts if type(o) not in SIMPLE}
 
 # %% ../../nbs/state/37_owners.ipynb #962a17bb
