@@ -6,8 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #d207637f
-import dis
-
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..basics.checks import short_path, warn
@@ -24,7 +22,7 @@ from ..loop.events import callback_name
 from ..state.change_marks import attributes_of, is_outside
 from ..state.errors import NoValidCheckpoint
 from ..state.comings import go_back
-from ..state.filled_by_reading import codes_in, functions_of
+from ..state.changed_data import writes_at_beginning
 from ..state.holders import holders, may_be_state
 from ..state.later_parts import warn_of_exchanged
 from ..state.run_checks import check_fits, data_unchecked
@@ -122,17 +120,11 @@ _GROWN = ('`dls.train.dataset` is a list that `{}` holds. It had {} rows when it
 def _grown_list(trainer):
     "A list of rows that a callback holds and changes in its length, unless each epoch writes it anew"
     rows = getattr(getattr(trainer.dls, 'train', None), 'dataset', None)
-    if type(rows) is not list or any(map(_writes_anew, makers_of(trainer))): return None
+    if type(rows) is not list or any(map(writes_at_beginning, makers_of(trainer))): return None
     n,now = data_of(trainer)['train'].get('n'),len(rows)
     def holds(cb): return any(x is rows for x in attributes_of(cb).values())
     who = [callback_name(cb) for cb in trainer.callbacks if holds(cb)]
     return (who[0], n, now) if who and n not in (None, now) else None
-
-def _writes_anew(cb):
-    "Whether `before_epoch` of a callback writes into the places of a container"
-    f = functions_of(getattr(cb, 'trainer_class', type(cb))).get('before_epoch')
-    steps = [o for code in codes_in(f.__code__) for o in dis.get_instructions(code)] if f else ()
-    return any(o.opname in ('STORE_SUBSCR', 'STORE_SLICE') or o.argval == 'clear' for o in steps)
 
 # %% ../../nbs/checkpoints/09_going_on.ipynb #d94238eb
 _ANOTHER = ('In the course of this fit {}. Started again, the script begins with the first one, which cannot '

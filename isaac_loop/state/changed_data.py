@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/state/47_changed_data.ipynb #50d2e390
+import dis
 from collections import deque
 from functools import partial
 from itertools import islice
@@ -101,6 +102,7 @@ def _counts(x):
     return isinstance(x, kinds) or is_array(x) or is_users(x)
 
 def train_of(trainer): return getattr(getattr(trainer, 'dls', None), 'train', None)
+def loaders_in(trainer): return [getattr(getattr(trainer, 'dls', None), k, None) for k in ('train', 'valid')]
 
 def under_loader(trainer, dl=None):
     "Pairs of an object under the training loader, or another one, and who has it, by path"
@@ -118,11 +120,30 @@ def under_loader(trainer, dl=None):
 # %% ../../nbs/state/47_changed_data.ipynb #1b138863
 def _name_in(path): return path.rpartition('.')[2].partition('[')[0]
 
+def _is_data(trainer, x):
+    "Whether a list or dict is itself the data of a loader: that is in no checkpoint, whoever holds it"
+    if type(x) not in (list, dict): return False
+    return any(getattr(dl, 'dataset', None) is x for dl in loaders_in(trainer))
+
+def writes_at_beginning(owner):
+    "Whether `before_epoch` of a callback, or of what stands for a trainer, writes into places of a container"
+    f = functions_of(getattr(owner, 'trainer_class', type(owner))).get('before_epoch')
+    steps = [step for code in codes_in(f.__code__) for step in dis.get_instructions(code)] if f else ()
+    return any(o.opname in ('STORE_SUBSCR', 'STORE_SLICE') or o.argval == 'clear' for o in steps)
+
+def _is_told_of(trainer, x, was, look):
+    "Whether the rows of a list that is the data are written in each epoch, or their number told elsewhere"
+    if not (_is_data(trainer, x) and isinstance(was, tuple)): return False
+    if any(map(writes_at_beginning, trainer.callbacks)): return True
+    if was[2:3] == look[2:3]: return False
+    return any(held is x for cb in trainer.callbacks for held in attributes_of(cb).values())
+
 def _kept_of(trainer):
     "What callbacks, modules and the loss function have in attributes: that is saved"
     roots = [bare(getattr(trainer, k, None)) for k in ('model', 'loss_func')]
     owners = [m for x in roots for m in (x.modules() if isinstance(x, nn.Module) else [x])]
     found = [x for owner in (*owners, *trainer.callbacks) for x in attributes_of(owner).values()]
+    found = [x for x in found if not _is_data(trainer, x)]
     found += [x for m in owners if isinstance(m, nn.Module) for x in m._buffers.values()]
     found += [part for x in found if type(x) in (tuple, list, dict) for part in _sampled(x)]
     return [x for x in found if type(x) not in SIMPLE]
@@ -170,9 +191,11 @@ def _said(owner):
 
 # %% ../../nbs/state/47_changed_data.ipynb #4a276a6b
 _CHANGED = ('{} changed during this fit, and no checkpoint keeps {}, so a run that goes on reads the data '
-            'of the beginning and is another run. Let a callback hold the object from `before_fit` on, as by '
-            '`self.kept = trainer.{}`, and write into it there: then it is saved. Or set it anew in '
-            '`before_epoch`, in each epoch{}.')
+            'of the beginning and is another run. {}{}.')
+_HOLD = ('Let a callback hold the object from `before_fit` on, as by `self.kept = trainer.{}`, and write '
+         'into it there: then it is saved. Or set it anew in `before_epoch`, in each epoch')
+_OF_LIST = ('A list that is itself the data is saved with nobody, also if a callback holds it. Keep what is '
+            'new in another attribute, and write it into the list in each `before_epoch`')
 _SAY_SO = '; or, if nothing is lost, say so in the class that has it: `stateless = {!r}`'
 _SINCE = ('{} changed in this process after the place where the run goes on, and no copy was kept, so the '
           'run may be another one. Start the script again, in another process, and let a callback hold the '
@@ -240,6 +263,7 @@ class ChangedData:
         name = _name_in(path)
         if _fills_itself(owner, name): return True
         if any(_is_set_by(cb, name) for cb in trainer.callbacks): return True
+        if _is_told_of(trainer, x, was, look): return True
         is_there = self.objects.get(path) == Same(x)
         if is_there and _is_kept(x, _kept_of(trainer), was, look): return True
         is_set = path in self.set and self.set[path] == look
@@ -254,7 +278,9 @@ class ChangedData:
         names,it = ', '.join(f'`{path}`' for path in new[:8]),'it' if len(new) == 1 else 'them'
         owner = under_loader(trainer)[new[0]][1]
         how = _SAY_SO.format(_name_in(new[0])) if owner is not None and is_own(type(owner)) else ''
-        warn(_CHANGED.format(names, it, new[0], how))
+        is_list = _is_data(trainer, getattr(self.dl, 'dataset', None))
+        cure = _OF_LIST if is_list and new[0].startswith('dls.train.dataset') else _HOLD.format(new[0])
+        warn(_CHANGED.format(names, it, cure, how))
 
     def look_back(self, trainer):
         "Name what has changed since the newest save, for a fit that goes on in the same process"
