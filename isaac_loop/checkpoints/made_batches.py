@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/checkpoints/15_made_batches.ipynb #4d2f7271
 import dis
 from functools import lru_cache
+from types import FunctionType
 
 import torch
 
@@ -243,7 +244,9 @@ def _may_draw_otherwise(trainer):
     "Whether a plain loader was made for this pass, and without the model: then rows may only draw otherwise"
     dl = vars(trainer).get('dl')
     if dl is None or not is_set_anew(trainer) or hasattr(dl, 'load_state_dict'): return False
-    return not any(uses_model(_kind_of(cb), True) for cb in makers_of(trainer))
+    makers = makers_of(trainer)
+    if any(isinstance(cb, FunctionType) for cb in makers): return False # Its class tells nothing
+    return not any(uses_model(_kind_of(cb), True) for cb in makers)
 
 def _names_of_makers(trainer):
     loaders = [f'`{type(trainer.dl).__name__}.__iter__`'] if trainer._source.read_again else []
@@ -271,7 +274,7 @@ def _is_call(step):
     "Whether a step loads what is called like a method: it is called `LOAD_METHOD` until Python 3.11"
     return step.opname == 'LOAD_METHOD' or (step.opname == 'LOAD_ATTR' and 'NULL' in step.argrepr)
 
-def _kind_of(cb): return getattr(cb, 'trainer_class', type(cb))
+def _kind_of(owner): return getattr(owner, 'trainer_class', type(owner))
 
 def _model_in(steps, passed_on):
     "Whether steps call the model, or load it without looking into it, if it may be `passed_on`"

@@ -207,6 +207,8 @@ def albumentations_transform(
 # %% ../../nbs/data/40_augmentation.ipynb #47ec83cf
 _NOT_IN_BATCH = ('`{trainer}.split` gives inputs that are not in the batch, so changed ones cannot be put '
                  'back. Let `split` pick tensors, and compute in the model.')
+_NO_MASK = ('`{trainer}.split` gives a mask that is not in the batch, so nothing can be pasted into it. Let '
+            'the loader give it as it is to be, and `split` only pick it.')
 _ALSO_TARGET = ('`{trainer}.split` gives one tensor as input and as target, so mixed inputs would be '
                 'compared with themselves. Let the loader give it twice, as `(x, x)`, without a `split`.')
 
@@ -227,7 +229,9 @@ def with_inputs(trainer, f, apart=False, of_targets=None):
         used.add(id(x))
         return new[id(x)]
     batch = map_tensors(exchanged, trainer.batch)
-    if used != set(new): raise ValueError(_NOT_IN_BATCH.format(trainer=type(trainer).__name__))
+    lost = [id(old) for old,t in changed if t is not old and id(old) not in used]
+    told = _NO_MASK if lost else _NOT_IN_BATCH
+    if used != set(new): raise ValueError(told.format(trainer=type(trainer).__name__))
     return batch
 
 def _check_no_target(trainer, is_none):

@@ -213,12 +213,13 @@ def confusion_matrix(self:Predictions,
     highest = _highest(said[there], targets[there]) + 1
     n_classes = n_classes or (self.preds.shape[1] if decode is None else max(highest, 2))
     check_highest(highest-1, n_classes, _MORE_CLASSES.format(highest, highest-1))
-    matrix = multiclass_confusion_matrix(said.where(there, 0), targets, n_classes, normalize=normalize)
+    if not there.any(): return torch.zeros(n_classes, n_classes)
+    matrix = multiclass_confusion_matrix(said[there], targets[there], n_classes, normalize=normalize)
     return matrix.clone() # An inference tensor otherwise
 
 def _without(targets, ignore_index):
     "Targets, with -100 in the place of those that do not count"
-    return targets if ignore_index is None else targets.masked_fill(targets == ignore_index, -100)
+    return targets if ignore_index is None else targets.long().masked_fill(targets == ignore_index, -100)
 
 _MORE_CLASSES = 'Pass `n_classes={0}`, or `ignore_index={1}` if {1} is no class, or look at the targets.'
 

@@ -15,10 +15,11 @@ from zlib import crc32
 
 import torch
 from torch import nn
-from torch.utils.data import Sampler, Subset
+from torch.utils.data import Dataset, Sampler, Subset
 
 from ..basics.checks import warn
 from .change_marks import CONTAINERS, SIMPLE, Same, attributes_of, digest_of_bytes
+from .change_marks import is_installed
 from .data_writers import DataWriters, numbers_of
 from .filled_by_reading import codes_in, filled_by_reading, functions_of, written_in
 from .filled_objects import is_array
@@ -93,6 +94,8 @@ def _roots(dl):
 def _ways(path, x):
     "What an object leads to, with paths"
     if isinstance(x, Subset): return [(f'{path}.{k}', getattr(x, k)) for k in ('indices', 'dataset')]
+    if isinstance(x, Dataset) and is_installed(str(type(x).__module__)): # It looks after what is private
+        return [(way, part) for way,part in inside_of(path, x) if not _name_in(way).startswith('_')]
     if not isinstance(x, Sampler): return inside_of(path, x)
     return [(f'{path}.{k}', o) for k,o in attributes_of(x).items() if k not in _NO_DATA]
 
@@ -128,14 +131,16 @@ def _is_data(trainer, x):
 def writes_at_beginning(owner):
     "Whether `before_epoch` of a callback, or of what stands for a trainer, writes into places of a container"
     f = functions_of(getattr(owner, 'trainer_class', type(owner))).get('before_epoch')
+    if isinstance(owner, FunctionType) and owner.__name__ == 'before_epoch': f = owner
     steps = [step for code in codes_in(f.__code__) for step in dis.get_instructions(code)] if f else ()
-    return any(o.opname in ('STORE_SUBSCR', 'STORE_SLICE') or o.argval == 'clear' for o in steps)
+    writing = 'STORE_SUBSCR','STORE_SLICE','DELETE_SUBSCR'
+    return any(step.opname in writing or step.argval == 'clear' for step in steps)
 
 def _is_told_of(trainer, x, was, look):
     "Whether the rows of a list that is the data are written in each epoch, or their number told elsewhere"
-    if not (_is_data(trainer, x) and isinstance(was, tuple)): return False
+    if not (_is_data(trainer, x) and isinstance(was, tuple) and isinstance(look, tuple)): return False
     if any(map(writes_at_beginning, trainer.callbacks)): return True
-    if was[2:3] == look[2:3]: return False
+    if getattr(was[1], 'n', None) == getattr(look[1], 'n', None): return False
     return any(held is x for cb in trainer.callbacks for held in attributes_of(cb).values())
 
 def _kept_of(trainer):
@@ -148,12 +153,16 @@ def _kept_of(trainer):
     found += [part for x in found if type(x) in (tuple, list, dict) for part in _sampled(x)]
     return [x for x in found if type(x) not in SIMPLE]
 
+def _numbers_or_none(x):
+    try: return numbers_of(x)
+    except Exception: return None # Such as a parameter that has no shape yet
+
 def _is_kept(x, kept, was, now):
     "Whether an object is among what is `kept`, or each part that has changed in it"
     if any(o is x for o in kept): return True
     try: place = numbers_of(x)
     except Exception: return False
-    if place is not None: return any(numbers_of(o) == place for o in kept)
+    if place is not None: return any(_numbers_or_none(o) == place for o in kept)
     looks = [o for o in (was, now) if isinstance(o, tuple) and o[0] == 'container']
     if len(looks) < 2 or was[1:3] != now[1:3]: return False
     changed = [o for o in zip(_sampled(x), was[3], now[3]) if o[1] != o[2]]
@@ -227,6 +236,7 @@ class ChangedData:
         found = under_loader(trainer)
         self.begun,self.set = {path: Same(x) for path,(x,_) in found.items()},{}
         self.looks = {path: look_at(x) for path,(x,_) in found.items()} if closely else None
+        self.touched = False
 
     def end_beginning(self, trainer):
         "Note what the beginning of the epoch has set"
@@ -234,8 +244,9 @@ class ChangedData:
         new = {path: x for path,(x,_) in found.items() if self.begun.get(path) != Same(x)}
         self.set = {path: look_at(x) for path,x in new.items()} if self.begun else {}
         self.anew |= self.set.keys()
-        now = {path: look_at(x) for path,(x,_) in found.items()} if self.looks is not None else None
-        self.touched,self.looks = now != self.looks,None
+        if self.looks is None: return # Or another callback that saves has asked before
+        self.touched = {path: look_at(x) for path,(x,_) in found.items()} != self.looks
+        self.looks = None
 
     def begin_reading(self, trainer):
         "Note what stands before the first batch of the fit is read"

@@ -29,10 +29,15 @@ def _functions_in(x, names=()):
         own = [o for o in own if not isinstance(o, ModuleType)]
         return [f for part in own for f in _functions_in(part)]
     if isinstance(x, partial): return _functions_in(x.func)
-    x = getattr(x, '__func__', x)
-    if isinstance(x, FunctionType): return [unwrap(x)] if not is_installed(str(unwrap(x).__module__)) else []
+    if isinstance(x, MethodType): return _functions_in(x.__func__)
+    if isinstance(x, FunctionType): return _unwrapped([x])
     kind = x if isinstance(x, type) else type(x)
-    return [unwrap(f) for name,f in functions_of(kind).items() if name == '__call__' or name[:2] != '__']
+    return _unwrapped(f for name,f in functions_of(kind).items() if name == '__call__' or name[:2] != '__')
+
+def _unwrapped(functions):
+    "Functions of the user's own without what decorators have put around them"
+    found = [unwrap(f) for f in functions]
+    return [f for f in found if isinstance(f, FunctionType) and not is_installed(str(f.__module__))]
 
 def _names_of(f): return {name for code in codes_in(f.__code__) for name in code.co_names}
 

@@ -84,6 +84,9 @@ class LimitCB(KeepsState):
         "How many updates a fit has at most, for schedules"
         return self.updates
 
+    @max_updates.setter
+    def max_updates(self, n): self.updates = n
+
     def _start(self, trainer):
         "Begin to count"
         self.n_samples,self.elapsed,self._looked = 0,0.,time.monotonic()

@@ -204,7 +204,9 @@ def after_get_loss(self:LRFinderCB, trainer):
 @patch
 def _keep_loss(self:LRFinderCB, trainer):
     "Keep a loss until it is known whether the lent optimizer steps by it"
-    self._judged,self._of_step = True,(_loss_of(trainer, self),trainer.n_updates)
+    loss = _loss_of(trainer, self)
+    if not math.isfinite(loss): return self._see_loss(trainer, trainer.n_updates) # Perhaps no step comes
+    self._judged,self._of_step = True,(loss,trainer.n_updates)
 
 @patch
 def after_step(self:LRFinderCB, trainer):
