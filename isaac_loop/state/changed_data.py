@@ -91,6 +91,8 @@ def _roots(dl):
                 'batch_sampler.sampler': getattr(of_batches, 'sampler', None)}
     return found | {f'dls.train.{name}': o for name,o in samplers.items()}
 
+def _name_in(path): return path.rpartition('.')[2].partition('[')[0]
+
 def _ways(path, x):
     "What an object leads to, with paths"
     if isinstance(x, Subset): return [(f'{path}.{k}', getattr(x, k)) for k in ('indices', 'dataset')]
@@ -121,8 +123,6 @@ def under_loader(trainer, dl=None):
     return found
 
 # %% ../../nbs/state/47_changed_data.ipynb #1b138863
-def _name_in(path): return path.rpartition('.')[2].partition('[')[0]
-
 def _is_data(trainer, x):
     "Whether a list or dict is itself the data of a loader: that is in no checkpoint, whoever holds it"
     if type(x) not in (list, dict): return False
