@@ -98,7 +98,8 @@ def uses_in(
         if step.opname in ('STORE_ATTR', 'DELETE_ATTR'): use = SET
         elif step.opname in ('LOAD_ATTR', 'LOAD_METHOD'):
             is_called = step.opname == 'LOAD_METHOD' or 'NULL' in step.argrepr
-            use = READ if is_called else _use(steps, i, code.co_name in READS)
+            try: use = READ if is_called else _use(steps, i, code.co_name in READS)
+            except (ValueError, IndexError, TypeError): use = WRITE # Steps of another version of Python
         if use is not None: found[name] = max(use, found.get(name, READ))
     return found
 

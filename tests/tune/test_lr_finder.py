@@ -1290,3 +1290,9 @@ def test_rates_are_found_for_a_model_that_has_no_shape_yet():
     trainer.lr_find()
     trainer.fit(1, valid=False)
     assert model[1].num_batches_tracked == len(batches)
+
+
+def test_a_keyword_to_show_the_curve_is_refused_with_the_method_that_does():
+    trainer = Trainer(DataLoaders([1]), None, optim.SGD, nn.Linear(1, 1), [BasicTrainCB()])
+    with pytest.raises(TypeError, match="keyword `show`, which it does not have.*plot"):
+        trainer.lr_find(show=False)
